@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         VerificationError,
         WorkerLostError,
     )
+    from dapple_tf.front.verification import Verification
     from dapple_tf.frontend.initialization import deferred_init
     from dapple_tf.frontend.on_workers import OnWorkers, on_workers
     from dapple_tf.measuring.device_speeds import measure_speeds
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from dapple_tf.tracing.step_profile import StepProfile
     from dapple_tf.trainer import PipelinedModel
     from dapple_tf.transformation import transform
-    from dapple_tf.verification import Verification
     from graph_passes.errors import PassError
     from graph_passes.pass_manager import After, Before
 
@@ -92,7 +92,7 @@ _MODULES = {
         "dapple_tf.tracing.step_profile": "StepProfile",
         "dapple_tf.trainer": "PipelinedModel",
         "dapple_tf.transformation": "transform",
-        "dapple_tf.verification": "Verification",
+        "dapple_tf.front.verification": "Verification",
         "graph_passes.errors": "PassError",
         "graph_passes.pass_manager": "After Before",
     }.items()

@@ -11,6 +11,8 @@ from typing import Any
 
 import keras
 
+from dapple_tf.common.keras_private import inner_optimizer, tensorflow_variable
+from dapple_tf.common.units import gib
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.plan import Plan, PlanError
@@ -19,7 +21,6 @@ from dapple_tf.describe.profile import Profile
 from dapple_tf.frontend.capture import check_model
 from dapple_tf.frontend.initialization import initial_of
 from dapple_tf.frontend.optimizer_checks import check_optimizer
-from dapple_tf.keras_private import inner_optimizer, tensorflow_variable
 from dapple_tf.measuring.device_speeds import measure_speeds
 from dapple_tf.measuring.example_batch import EXAMPLES, ExampleBatch, with_length
 from dapple_tf.measuring.links import measure_links
@@ -29,7 +30,6 @@ from dapple_tf.measuring.profiler import profile
 from dapple_tf.planning.plan_request import PlanRequest
 from dapple_tf.planning.planner import find, rivals
 from dapple_tf.simulation.cost import CostModel
-from dapple_tf.units import gib
 
 logger = logging.getLogger(__name__)
 

@@ -21,17 +21,30 @@ import tensorflow as tf
 from dapple_tf.checkpoints.checkpoint import Checkpoint, Progress
 from dapple_tf.checkpoints.checkpoint_manifest import Manifest
 from dapple_tf.checkpoints.checkpointing import CheckpointedFit, Checkpointing
-from dapple_tf.compared_steps import Run
+from dapple_tf.common.keras_private import (
+    Makeup,
+    check_compiled,
+    compiled_loss,
+    compiled_metrics,
+    inner_optimizer,
+    learning_rate_of,
+    plain_on_batch,
+    python_logs,
+)
+from dapple_tf.common.units import counted
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile
 from dapple_tf.errors import DataError, NonFiniteLossError
-from dapple_tf.examination import check_cuts, examine
 from dapple_tf.execution.builds import PREPARED_STEPS, StepResult
 from dapple_tf.execution.runtime import Runtime
 from dapple_tf.execution.step_passes import pipeline
 from dapple_tf.execution.terminal import beside_progress_bar
+from dapple_tf.front.compared_steps import Run
+from dapple_tf.front.examination import check_cuts, examine
+from dapple_tf.front.inspection import Inspection
+from dapple_tf.front.keras_methods import KerasMethods
 from dapple_tf.frontend.attachment import Hooks, Sync, attached, behind, entered
 from dapple_tf.frontend.batch import Batch, Batches, BatchSpec
 from dapple_tf.frontend.batch_sizes import BatchSizes
@@ -43,24 +56,11 @@ from dapple_tf.frontend.model_front import in_one_thread
 from dapple_tf.frontend.on_workers import OnWorkers, arguments_on_workers
 from dapple_tf.frontend.optimizer_checks import check_optimizer
 from dapple_tf.frontend.own_steps import own_losses
-from dapple_tf.inspection import Inspection
-from dapple_tf.keras_methods import KerasMethods
-from dapple_tf.keras_private import (
-    Makeup,
-    check_compiled,
-    compiled_loss,
-    compiled_metrics,
-    inner_optimizer,
-    learning_rate_of,
-    plain_on_batch,
-    python_logs,
-)
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.simulation.simulation import Simulation
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.tracing.monitoring import PipelineMonitor, StepMonitor
 from dapple_tf.tracing.prediction import Prediction
-from dapple_tf.units import counted
 from graph_passes.pass_manager import After, Before
 
 logger = logging.getLogger(__name__)

@@ -34,13 +34,13 @@ from absl import app, flags, logging
 
 from dapple_tf.clusters.ends import End, memory_kills
 from dapple_tf.clusters.serving import Machine, attend
+from dapple_tf.common.program import run_program
 from dapple_tf.describe.cluster import ClusterError, check_addresses
 from dapple_tf.describe.machine_report import MachineReport, report
 from dapple_tf.network.acceptor import Acceptor, Guest
 from dapple_tf.network.control import Hello, split_address
 from dapple_tf.network.keys import Keys, tls_directory
 from dapple_tf.network.listening import check_private, listen, resolve
-from dapple_tf.program import run_program
 
 _ADDRESS = flags.DEFINE_string("address", None, "This worker's host:port; by default its address in TF_CONFIG.")
 _DEVICES = flags.DEFINE_integer(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import keras
 
-from dapple_tf.keras_private import names_from_start
+from dapple_tf.common.keras_private import names_from_start
 
 
 def application(name: str, *, image: int = 224, classes: int = 1000) -> keras.Model:

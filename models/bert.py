@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from dapple_tf.keras_private import names_from_start
+from dapple_tf.common.keras_private import names_from_start
 from dapple_tf.models.sizes import check_heads, check_sizes, self_attention
 
 _logger = logging.getLogger(__name__)

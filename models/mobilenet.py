@@ -10,8 +10,8 @@ from typing import Any
 
 import keras
 
-from dapple_tf.keras_private import inverted_residual_block, names_from_start
-from dapple_tf.keras_private import mobilenet_v3 as parts
+from dapple_tf.common.keras_private import inverted_residual_block, names_from_start
+from dapple_tf.common.keras_private import mobilenet_v3 as parts
 
 _VARIANTS = {"large": keras.applications.MobileNetV3Large, "small": keras.applications.MobileNetV3Small}
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-from dapple_tf.keras_private import names_from_start, nasnet_cell
+from dapple_tf.common.keras_private import names_from_start, nasnet_cell
 from dapple_tf.models.grouping import group
 
 _REDUCTIONS = 2

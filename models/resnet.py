@@ -12,8 +12,8 @@ from typing import Any
 
 import keras
 
-from dapple_tf.keras_private import names_from_start
-from dapple_tf.keras_private import resnet as parts
+from dapple_tf.common.keras_private import names_from_start
+from dapple_tf.common.keras_private import resnet as parts
 
 _APPLICATIONS = {
     50: keras.applications.ResNet50,

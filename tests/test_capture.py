@@ -27,6 +27,7 @@ from models_for_tests import with_layer
 from step_programs import built_of_model
 
 import dapple_tf as dapple
+from dapple_tf.common.keras_private import hardware_questions
 from dapple_tf.execution.notes import notes_of
 from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend import patching
@@ -34,7 +35,6 @@ from dapple_tf.frontend.batch import declared_spec
 from dapple_tf.frontend.capture import Mode, capture
 from dapple_tf.frontend.patching import replaced
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.keras_private import hardware_questions
 from graph_passes.ir.graph import LAYER_ATTR
 from graph_passes.ir.outline import is_compiled
 

@@ -15,7 +15,7 @@ import dapple_tf as dapple
 from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.dumps.dump import dump_model
-from dapple_tf.output_folder import LIST, FolderError
+from dapple_tf.dumps.output_folder import LIST, FolderError
 from graph_passes.ir.tasks import Schedule
 
 X, Y, _ = samples(7)

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from dapple_tf import data_files
 from dapple_tf.checkpoints.checkpoint_manifest import FORMAT_WITHOUT_DIGEST, CheckpointError, Entry, Manifest, Shard
+from dapple_tf.common import data_files
 from dapple_tf.describe.cluster import Cluster, ClusterError
 from dapple_tf.describe.layer_profile import Cost, LayerBuffers, LayerProfile, ProfileError
 from dapple_tf.describe.plan import Plan, PlanError
@@ -397,7 +397,7 @@ def test_no_source_runs_code_from_files() -> None:
     by_design = {
         "tools/evaluation/run_document.py",  # runs the examples of documents
         "tools/evaluation/mutants.py",  # runs this repository's modules, each with one small change
-        "dapple_tf/model_copies.py",  # makes a model of what this process tells of one that it has
+        "dapple_tf/front/model_copies.py",  # makes a model of what this process tells of one that it has
     }
     folders = ("dapple_tf", "graph_passes", "models", "tools")
     sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]

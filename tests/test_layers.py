@@ -15,8 +15,9 @@ graph_passes.analysis
 graph_passes.passes
 graph_passes.pass_manager
 version
-errors units text_table data_files garbage program progress keras_private
-output_folder network
+errors
+common
+network
 schedules
 view
 describe
@@ -27,11 +28,9 @@ variables tracing
 checkpoints
 execution
 measuring
-dumps model_copies
-verification examination
-compared_steps keras_methods
-inspection
-trainer argument_checks
+dumps
+front
+trainer
 automatic
 transformation worker
 __init__

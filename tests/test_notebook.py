@@ -12,7 +12,7 @@ import pytest
 from profiles_for_tests import profile_of
 
 import dapple_tf as dapple
-from dapple_tf.progress import Progress
+from dapple_tf.common.progress import Progress
 from dapple_tf.simulation.planned import planned
 from dapple_tf.view.notebook import Table, notebook_html
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from dapple_tf.output_folder import LIST, FolderError, filled
+from dapple_tf.dumps.output_folder import LIST, FolderError, filled
 
 
 def fill(target: pathlib.Path, files: Mapping[str, str]) -> None:

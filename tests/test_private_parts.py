@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf import keras_private
+from dapple_tf.common import keras_private
 from dapple_tf.frontend.layer_kinds import layer_kind
 from graph_passes.ir import tensorflow_private
 

@@ -15,10 +15,10 @@ import pytest
 from profiled import mlp
 
 import dapple_tf as dapple
-from dapple_tf import progress
+from dapple_tf.common import progress
+from dapple_tf.common.progress import Progress
 from dapple_tf.execution import preparation
 from dapple_tf.execution.terminal import beside_progress_bar, without_noise
-from dapple_tf.progress import Progress
 
 # --- bars
 

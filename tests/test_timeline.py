@@ -18,13 +18,13 @@ import pytest
 from hardware import chain, cluster_of, plan_of, slow_network
 from schedule_runs import execute, there_and_back, vee
 
+from dapple_tf.common.units import bytes_text
 from dapple_tf.describe.cluster import Server
 from dapple_tf.describe.layer_profile import Cost
 from dapple_tf.describe.plan import Plan
 from dapple_tf.schedules.schedules import POLICIES, make_schedule
 from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulator import simulate
-from dapple_tf.units import bytes_text
 from dapple_tf.view.colours import COLOURS
 from dapple_tf.view.image import draw_timelines
 from dapple_tf.view.text import timeline_text

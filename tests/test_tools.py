@@ -17,7 +17,7 @@ from reading import CLASSES, write_images
 
 import dapple_tf as dapple
 from dapple_tf.describe.profile_text import load_text
-from dapple_tf.output_folder import LIST
+from dapple_tf.dumps.output_folder import LIST
 from dapple_tf.tools import (
     command,
     dump_graph,

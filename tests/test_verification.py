@@ -16,11 +16,11 @@ from equivalence import use_float64
 from models_for_tests import classifier, layers, samples, transform, values, variables
 
 import dapple_tf as dapple
-from dapple_tf import compared_steps
 from dapple_tf.execution.engine import Engine
 from dapple_tf.execution.notes import Note, NoteKind
-from dapple_tf.model_copies import copy_of
-from dapple_tf.verification import TOLERANCES, ComparedSteps, Difference, computed_in
+from dapple_tf.front import compared_steps
+from dapple_tf.front.model_copies import copy_of
+from dapple_tf.front.verification import TOLERANCES, ComparedSteps, Difference, computed_in
 
 X, Y, W = samples(7)
 

@@ -20,9 +20,9 @@ from typing import Any, NoReturn
 from absl import app, flags, logging
 
 import dapple_tf as dapple
+from dapple_tf.common.program import run_program
 from dapple_tf.errors import reason
 from dapple_tf.models.sources import ModelError
-from dapple_tf.program import run_program
 
 USER_ERRORS = (
     app.UsageError,

@@ -21,10 +21,10 @@ from typing import NoReturn
 
 from absl import app, flags
 
+from dapple_tf.common.program import run_program
 from dapple_tf.errors import ClusterError
 from dapple_tf.network.certificates import AUTHORITY_KEY, Authority
 from dapple_tf.network.keys import AUTHORITY, Keys
-from dapple_tf.program import run_program
 
 _DIRECTORY = flags.DEFINE_string("directory", "keys", "Where to write; made if necessary.")
 _DAYS = flags.DEFINE_integer("days", 365, "Number of days for which machines' certificates are valid.", 1, 36_500)

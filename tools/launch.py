@@ -32,9 +32,9 @@ from typing import NoReturn
 
 from absl import app, flags
 
+from dapple_tf.common.program import run_program
 from dapple_tf.errors import ClusterError
 from dapple_tf.network.keys import TLS_VARIABLE
-from dapple_tf.program import run_program
 from dapple_tf.tools.hosts import HostsError, LocalWorkers, new_keys
 
 _WORKERS = flags.DEFINE_integer("workers", 2, "Number of workers to start.", lower_bound=1, upper_bound=1000)

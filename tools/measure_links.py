@@ -22,10 +22,10 @@ import tensorflow as tf
 from absl import app, flags
 
 from dapple_tf.clusters.shared_connections import connected
+from dapple_tf.common.text_table import table
 from dapple_tf.describe.cluster import Cluster, Link
 from dapple_tf.measuring.device_speeds import measure_speeds
 from dapple_tf.measuring.links import measure_between_servers, measure_links
-from dapple_tf.text_table import table
 from dapple_tf.tools import command
 from dapple_tf.tools.hosts import HostsError, LocalWorkers
 from dapple_tf.tools.model_flags import define_workers_per_server

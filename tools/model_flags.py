@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from absl import app, flags
 
 import dapple_tf as dapple
-from dapple_tf.data_files import read_text
+from dapple_tf.common.data_files import read_text
 from dapple_tf.describe.plan import RECOMPUTE_MODES
 from dapple_tf.describe.profile_text import PUBLISHED, load_text
 from dapple_tf.models import registry
@@ -439,7 +439,7 @@ class PlanFlags:
         """
         if self.path is None:
             return
-        from dapple_tf.keras_private import items_of
+        from dapple_tf.common.keras_private import items_of
 
         known = {item.name for item in items_of(model) if item is not model}
         outer = [layer.name for layer in model.layers if layer.weights]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import dapple_tf as dapple
-from dapple_tf.data_files import short
+from dapple_tf.common.data_files import short
 from dapple_tf.describe.plan import RECOMPUTE_MODES
 from dapple_tf.schedules.policy import Policy
 from dapple_tf.schedules.schedules import POLICIES, policy_of

@@ -28,15 +28,15 @@ from typing import NoReturn
 from absl import flags
 
 import dapple_tf as dapple
+from dapple_tf.common.progress import Progress
+from dapple_tf.common.text_table import table
+from dapple_tf.common.units import bytes_text, ms_text
 from dapple_tf.describe.plan import ALL_REDUCE
-from dapple_tf.progress import Progress
 from dapple_tf.schedules.schedules import POLICIES
-from dapple_tf.text_table import table
 from dapple_tf.tools import command
 from dapple_tf.tools.model_flags import ClusterFlag, PlanFlags, ProfileFlags
 from dapple_tf.tools.shapes import cuts_by_profile
 from dapple_tf.tools.variants import Hardware, changed
-from dapple_tf.units import bytes_text, ms_text
 from dapple_tf.view.files import save_timelines
 from dapple_tf.view.text import timeline_text
 from dapple_tf.view.timeline import Timeline

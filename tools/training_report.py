@@ -7,8 +7,8 @@ import statistics
 from typing import TYPE_CHECKING, Any
 
 import dapple_tf as dapple
+from dapple_tf.common.units import counted
 from dapple_tf.models.sources import DataSource
-from dapple_tf.units import counted
 
 if TYPE_CHECKING:
     import keras

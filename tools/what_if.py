@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 from absl import app, flags
 
 import dapple_tf as dapple
-from dapple_tf.data_files import parse_object
+from dapple_tf.common.data_files import parse_object
 from dapple_tf.describe.plan import RECOMPUTE_MODES
 from dapple_tf.schedules.schedules import POLICIES
 from dapple_tf.tools import command

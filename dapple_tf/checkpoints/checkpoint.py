@@ -21,10 +21,10 @@ import tensorflow as tf
 from dapple_tf.checkpoints.checkpoint_files import MANIFEST, check_shards, checkpoints, read_manifest
 from dapple_tf.checkpoints.checkpoint_manifest import CLIENT, DATA, CheckpointError, Entry, Manifest
 from dapple_tf.checkpoints.snapshots import Snapshot
+from dapple_tf.common.keras_private import seeds_of
+from dapple_tf.common.units import counted
 from dapple_tf.errors import reason
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.keras_private import seeds_of
-from dapple_tf.units import counted
 
 logger = logging.getLogger(__name__)
 

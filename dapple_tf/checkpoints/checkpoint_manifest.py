@@ -15,7 +15,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from dapple_tf.data_files import AMOUNTS, Decoder, Scalar, parse_object, short
+from dapple_tf.common.data_files import AMOUNTS, Decoder, Scalar, parse_object, short
 from dapple_tf.errors import DappleError
 from dapple_tf.version import VERSION
 

@@ -15,10 +15,10 @@ from dapple_tf.checkpoints.checkpoint import Checkpoint, Progress, metrics_of
 from dapple_tf.checkpoints.checkpoint_files import checkpoints
 from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError, UnreadableCheckpointError
 from dapple_tf.checkpoints.data_position import TrainingData
+from dapple_tf.common.keras_private import can_convert_arrays, train_validation_split
 from dapple_tf.frontend.batch import spec_of
 from dapple_tf.frontend.capture import build
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.keras_private import can_convert_arrays, train_validation_split
 
 logger = logging.getLogger(__name__)
 

@@ -33,9 +33,9 @@ from dapple_tf.checkpoints.data_sources import (
     State,
     WorkerSource,
 )
+from dapple_tf.common.keras_private import OwnAdapter, can_convert_arrays, get_data_adapter
 from dapple_tf.errors import DataError
 from dapple_tf.frontend.on_workers import WorkerBatches
-from dapple_tf.keras_private import OwnAdapter, can_convert_arrays, get_data_adapter
 
 
 class Reading(Iterator[Any]):

@@ -13,9 +13,15 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf.checkpoints.checkpoint_manifest import LARGEST, CheckpointError
+from dapple_tf.common.keras_private import (
+    ArrayDataAdapter,
+    PyDatasetAdapter,
+    dataset_of,
+    sliceable_arrays,
+    standardized,
+)
 from dapple_tf.errors import reason
 from dapple_tf.frontend.on_workers import Round, WorkerBatches
-from dapple_tf.keras_private import ArrayDataAdapter, PyDatasetAdapter, dataset_of, sliceable_arrays, standardized
 from graph_passes.ir.tensorflow_private import (
     global_seed,
     iterator_resource,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from dapple_tf.units import bytes_text
+from dapple_tf.common.units import bytes_text
 
 _COUNTS = Path("/proc/vmstat")
 

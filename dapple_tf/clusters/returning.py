@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from dapple_tf.common.units import counted
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.devices import Device
 from dapple_tf.describe.hardware import clean
 from dapple_tf.errors import ClusterError
 from dapple_tf.network.control import ControlError
 from dapple_tf.network.inquiry import client_name, devices, for_each, hello, lease_secret
-from dapple_tf.units import counted
 
 logger = logging.getLogger(__name__)
 

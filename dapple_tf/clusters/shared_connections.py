@@ -15,9 +15,9 @@ from dapple_tf.clusters.client_server import any_started, close_tunnels, forget
 from dapple_tf.clusters.connection import Connection
 from dapple_tf.clusters.remote_session import RemoteSession, wait_for_all_calls
 from dapple_tf.clusters.session import session_config
+from dapple_tf.common.units import counted
 from dapple_tf.describe.cluster import Cluster, ClusterError
 from dapple_tf.describe.faults import FaultPolicy
-from dapple_tf.units import counted
 
 _EXIT_SECONDS = 3.0
 _lock = threading.RLock()

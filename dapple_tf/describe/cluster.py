@@ -9,7 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from dapple_tf.data_files import JsonFile, clip
+from dapple_tf.common.data_files import JsonFile, clip
+from dapple_tf.common.text_table import ranges
+from dapple_tf.common.units import counted, link_text
 from dapple_tf.describe.cluster_description import parse, to_text
 from dapple_tf.describe.devices import (
     LINKS,
@@ -29,8 +31,6 @@ from dapple_tf.errors import ClusterError
 from dapple_tf.network.inquiry import inventory
 from dapple_tf.network.keys import Keys, tls_directory
 from dapple_tf.network.ray_workers import RayWorkers
-from dapple_tf.text_table import ranges
-from dapple_tf.units import counted, link_text
 
 __all__ = ["Cluster", "ClusterError", "Device", "Link", "ReductionLinks", "Server", "check_addresses"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
-from dapple_tf.data_files import Decoder, parse_object, short
+from dapple_tf.common.data_files import Decoder, parse_object, short
 from dapple_tf.describe.devices import LINKS, REDUCTION, REDUCTION_LINKS, Device, Link, ReductionLinks, Server
 from dapple_tf.errors import ClusterError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from dapple_tf.data_files import short
+from dapple_tf.common.data_files import short
 
 _ROUNDING = 1e-9
 """Fraction by which the sum of shares may exceed 1: they are rounded."""

@@ -13,7 +13,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack
 
-from dapple_tf.data_files import Decoder, JsonFile, clip, parse_object, read_text, short
+from dapple_tf.common.data_files import Decoder, JsonFile, clip, parse_object, read_text, short
+from dapple_tf.common.text_table import table
+from dapple_tf.common.units import counted
 from dapple_tf.describe.plan_checks import check_batches, check_options, check_stages
 from dapple_tf.describe.plan_report import PlanReport, parse_report
 from dapple_tf.describe.plan_text import header, remarks, rows
@@ -36,8 +38,6 @@ from dapple_tf.schedules import schedules
 from dapple_tf.schedules.policy import Policy
 from dapple_tf.schedules.policy_names import find_policy, own_policy, reference
 from dapple_tf.schedules.schedule_request import ScheduleError, ScheduleRequest
-from dapple_tf.text_table import table
-from dapple_tf.units import counted
 from dapple_tf.view.notebook import Table, notebook_html
 from graph_passes.ir.batching import Interval, slice_intervals
 from graph_passes.ir.tasks import Schedule, reduction_order

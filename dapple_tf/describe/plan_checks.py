@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from dapple_tf.data_files import short
+from dapple_tf.common.data_files import short
+from dapple_tf.common.units import counted
 from dapple_tf.describe.plan_values import REDUCTION_ORDERS, PlanError, PlanValueError
 from dapple_tf.schedules import schedules
 from dapple_tf.schedules.policies import BUILT_IN
 from dapple_tf.schedules.schedule_request import ScheduleError
-from dapple_tf.units import counted
 from graph_passes.ir.batching import Interval
 
 if TYPE_CHECKING:

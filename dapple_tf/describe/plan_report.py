@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dapple_tf.data_files import TEXTS, Decoder, Scalar
-from dapple_tf.units import counted, ms_text
+from dapple_tf.common.data_files import TEXTS, Decoder, Scalar
+from dapple_tf.common.units import counted, ms_text
 
 LARGEST = 2**63
 """Bound of the numbers in a plan, which are all smaller."""

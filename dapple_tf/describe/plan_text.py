@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from dapple_tf.text_table import ranges
-from dapple_tf.units import gib
+from dapple_tf.common.text_table import ranges
+from dapple_tf.common.units import gib
 from graph_passes.ir.batching import Interval, split_evenly
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dapple_tf.data_files import short
+from dapple_tf.common.data_files import short
 from dapple_tf.describe.plan_report import LARGEST
 
 ALL_REDUCE = ("flat", "hierarchical")

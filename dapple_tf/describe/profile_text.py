@@ -28,7 +28,7 @@ from decimal import Decimal, localcontext
 from fractions import Fraction
 from pathlib import Path
 
-from dapple_tf.data_files import read_text
+from dapple_tf.common.data_files import read_text
 from dapple_tf.describe.layer_profile import Cost, LayerProfile, ProfileError
 from dapple_tf.describe.profile import Profile, Tensor
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from dapple_tf.data_files import short
+from dapple_tf.common.data_files import short
+from dapple_tf.common.units import counted
 from dapple_tf.describe.plan_values import (
     ALL_REDUCE,
     RECOMPUTE_MODES,
@@ -21,7 +22,6 @@ from dapple_tf.describe.plan_values import (
     share_lists,
     task_times,
 )
-from dapple_tf.units import counted
 
 _Value = TypeVar("_Value")
 

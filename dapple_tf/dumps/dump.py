@@ -10,12 +10,15 @@ from collections.abc import Callable, Sequence
 
 import keras
 
+from dapple_tf.common.progress import Progress
+from dapple_tf.common.units import counted
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.layer_profile import ProfileError
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile
 from dapple_tf.dumps.dump_index import Entry, Section, index_page
 from dapple_tf.dumps.event_files import together, write_events
+from dapple_tf.dumps.output_folder import filled
 from dapple_tf.errors import DataError
 from dapple_tf.execution.builds import Build, StepKind, StepSource
 from dapple_tf.execution.gpu_check import gpu_text
@@ -30,13 +33,10 @@ from dapple_tf.measuring.profiler import kept_metrics
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import placements_report
 from dapple_tf.operators.step_placer import StepPlacer
-from dapple_tf.output_folder import filled
-from dapple_tf.progress import Progress
 from dapple_tf.schedules.schedule_csv import to_csv
 from dapple_tf.schedules.schedule_request import ScheduleError
 from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulator import simulate
-from dapple_tf.units import counted
 from dapple_tf.view.dot import DrawingError, dot_text, draw_graph
 from dapple_tf.view.files import save_timelines
 from dapple_tf.view.page import graph_page

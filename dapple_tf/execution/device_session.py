@@ -15,13 +15,13 @@ from dapple_tf.clusters.remote_session import RemoteSession
 from dapple_tf.clusters.session import PreparedRun
 from dapple_tf.clusters.session_graph import SessionGraph
 from dapple_tf.clusters.shared_connections import connected, open_session
+from dapple_tf.common.garbage import return_freed_memory
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.errors import WorkerLostError
 from dapple_tf.execution.builds import StepRequest
 from dapple_tf.execution.gpu_check import check_kernels
 from dapple_tf.execution.terminal import without_noise
-from dapple_tf.garbage import return_freed_memory
 from graph_passes.ir.graph import GraphDef
 
 _LEAST_PATIENCE = 60.0

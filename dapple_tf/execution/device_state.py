@@ -11,9 +11,9 @@ import keras
 import tensorflow as tf
 
 from dapple_tf.checkpoints.snapshots import Snapshot, Snapshots
+from dapple_tf.common.keras_private import inner_optimizer, learning_rate_of
 from dapple_tf.frontend.initialization import any_deferred
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.keras_private import inner_optimizer, learning_rate_of
 from dapple_tf.variables.device_values import Holding
 from dapple_tf.variables.stored_values import Run, StoredValues
 from graph_passes.ir.graph import GraphDef

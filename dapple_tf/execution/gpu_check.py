@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from dapple_tf.common.text_table import table
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.errors import DappleError
-from dapple_tf.text_table import table
 from graph_passes.analysis.device_kernels import (
     REFUSED,
     SHARED,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import keras
 
+from dapple_tf.common.keras_private import model_supports_jit
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
 from dapple_tf.execution.builds import Build, StepKind, StepSource
@@ -15,7 +16,6 @@ from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.keras_private import model_supports_jit
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.step_placer import StepPlacer
 from dapple_tf.variables.device_values import parameters_in_shards

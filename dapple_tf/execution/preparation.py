@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from dapple_tf.common.progress import Progress
 from dapple_tf.execution.terminal import leave_progress_bar
 from dapple_tf.frontend.capture import Mode
-from dapple_tf.progress import Progress
 from graph_passes.pass_manager import Instrument, Timing
 
 if TYPE_CHECKING:

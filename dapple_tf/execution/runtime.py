@@ -20,6 +20,8 @@ from dapple_tf.checkpoints.checkpoint import Checkpoint, Progress, Restoration
 from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError
 from dapple_tf.checkpoints.saver import Saver
 from dapple_tf.clusters.shared_connections import give_back
+from dapple_tf.common.keras_private import compute_loss, tensorflow_variable
+from dapple_tf.common.units import bytes_text, counted
 from dapple_tf.describe.cluster import Cluster, ClusterError
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.plan import Plan
@@ -39,10 +41,8 @@ from dapple_tf.frontend.on_workers import Address, Read, Shape, read_by
 from dapple_tf.frontend.optimizer_checks import needs_all_gradients
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.frontend.watching import Watcher, untold, unwatch, version, watch, watchers_of
-from dapple_tf.keras_private import compute_loss, tensorflow_variable
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.planning.replanning import Deployment, Replanner
-from dapple_tf.units import bytes_text, counted
 from graph_passes.ir.tensorflow_private import eager_mode
 from graph_passes.pass_manager import Pipeline
 

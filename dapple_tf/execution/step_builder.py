@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import keras
 
 from dapple_tf.clusters.session import collective_keys
+from dapple_tf.common.garbage import without_collection
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.errors import CaptureError
@@ -23,7 +24,6 @@ from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture
 from dapple_tf.frontend.py_functions import check_py_functions
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.garbage import without_collection
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import OpPlacement
 from dapple_tf.operators.step_placer import PlacedStep, StepPlacer

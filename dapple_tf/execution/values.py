@@ -12,13 +12,13 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf.checkpoints.checkpoint import Checkpoint, Restoration
+from dapple_tf.common.keras_private import inner_optimizer
 from dapple_tf.execution.engine import Engine
 from dapple_tf.execution.recovery import Recovery
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.initialization import initial_of, materialize
 from dapple_tf.frontend.variables import read_tensor
-from dapple_tf.keras_private import inner_optimizer
 from graph_passes.ir.program import VariableKind
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from dapple_tf.common.keras_private import decays, inner_optimizer, slots_by_parameter
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.keras_private import decays, inner_optimizer, slots_by_parameter
 from graph_passes.analysis.repeated_update import repeated_update
 from graph_passes.ir.graph import Ref
 from graph_passes.ir.group_update import Captured

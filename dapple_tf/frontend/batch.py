@@ -15,9 +15,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dapple_tf.common.keras_private import input_structure
 from dapple_tf.errors import DataError, WorkerLostError, reason
 from dapple_tf.frontend.on_workers import Address, RemoteArray, address_of
-from dapple_tf.keras_private import input_structure
 
 Shape = tuple[int | None, ...]
 

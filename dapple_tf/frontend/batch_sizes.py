@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from dapple_tf.common.units import counted
 from dapple_tf.errors import DataError
-from dapple_tf.units import counted
 from graph_passes.ir.program import Layout
 
 logger = logging.getLogger(__name__)

@@ -14,6 +14,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from dapple_tf.common.keras_private import (
+    adds_loss,
+    build_for,
+    compute_loss,
+    hardware_questions,
+    layers_of,
+    recompiled,
+    seeds_of,
+    takes_training,
+)
 from dapple_tf.errors import CaptureError, reason
 from dapple_tf.frontend.batch import BatchSpec, Leaf, Shape, spec_of
 from dapple_tf.frontend.captured_graph import paths_of_nodes, pruned, without_captures
@@ -33,16 +43,6 @@ from dapple_tf.frontend.step_logs import StepLogs
 from dapple_tf.frontend.trace_scope import TraceScope
 from dapple_tf.frontend.traced_logs import OptimizerReads, TracedLogs
 from dapple_tf.frontend.variables import VariableTable, placeholders_of
-from dapple_tf.keras_private import (
-    adds_loss,
-    build_for,
-    compute_loss,
-    hardware_questions,
-    layers_of,
-    recompiled,
-    seeds_of,
-    takes_training,
-)
 from graph_passes.ir.graph import FLOAT_DTYPES, Graph, Ref
 from graph_passes.ir.program import Program, Roles, Slice, Variable, VariableKind
 from graph_passes.ir.tensorflow_private import number_of_nodes

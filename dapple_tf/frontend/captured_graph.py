@@ -8,8 +8,8 @@ from collections.abc import Container, Iterable, Sequence
 import keras
 import tensorflow as tf
 
+from dapple_tf.common.keras_private import tensorflow_variable
 from dapple_tf.errors import CaptureError
-from dapple_tf.keras_private import tensorflow_variable
 from graph_passes.ir.graph import LAYER_ATTR, POSITION_ATTR, Graph, GraphDef
 from graph_passes.ir.program import LayerCall, Program, Roles
 from graph_passes.ir.tensorflow_bridge import make_constant

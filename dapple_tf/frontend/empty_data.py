@@ -8,8 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from dapple_tf.common.keras_private import DataAdapter
 from dapple_tf.errors import DataError
-from dapple_tf.keras_private import DataAdapter
 
 
 def no_batch(method: str, argument: str) -> DataError:

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from dapple_tf.keras_private import functional_graph, layers_of, nodes_in_order, output_structure
+from dapple_tf.common.keras_private import functional_graph, layers_of, nodes_in_order, output_structure
 
 
 def cuts_are_safe(model: keras.Model, cuts: Sequence[str]) -> bool:

@@ -16,8 +16,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dapple_tf.common.keras_private import initialize, tensorflow_variable
 from dapple_tf.errors import DappleError
-from dapple_tf.keras_private import initialize, tensorflow_variable
 from graph_passes.ir.graph import Graph, GraphDef, Ref
 from graph_passes.ir.tensorflow_bridge import is_stateful, make_constant
 from graph_passes.ir.tensorflow_private import UninitializedVariable

@@ -11,10 +11,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from dapple_tf.common.keras_private import items_of, name_of_call
 from dapple_tf.frontend.call_templates import Expansion, Nodes, TracedCall
 from dapple_tf.frontend.repeated_calls import RepeatedCalls
 from dapple_tf.frontend.trace_scope import TraceScope
-from dapple_tf.keras_private import items_of, name_of_call
 from graph_passes.ir.graph import GraphDef
 from graph_passes.ir.program import LayerCall
 from graph_passes.ir.tensorflow_private import number_of_nodes

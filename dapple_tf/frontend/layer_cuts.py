@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-from dapple_tf.keras_private import layers_of
+from dapple_tf.common.keras_private import layers_of
 from graph_passes.errors import PassError
 from graph_passes.ir.program import LayerCall, Program
 from graph_passes.pass_manager import run_passes

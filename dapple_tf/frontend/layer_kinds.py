@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from dapple_tf.keras_private import attributes_of_calls, is_cast
+from dapple_tf.common.keras_private import attributes_of_calls, is_cast
 
 _NAMES = """
 Activation AdditiveAttention AlphaDropout Attention BatchNormalization Conv1D Conv1DTranspose Conv2D Conv2DTranspose

@@ -14,10 +14,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dapple_tf.common.keras_private import CompileMetrics, Makeup, loss_tracker, names_in_logs, tensorflow_variable
 from dapple_tf.frontend.patching import replaced
 from dapple_tf.frontend.variables import VariableTable, assign_value, read_value
 from dapple_tf.frontend.watching import untold, unwatch, watch
-from dapple_tf.keras_private import CompileMetrics, Makeup, loss_tracker, names_in_logs, tensorflow_variable
 from graph_passes.analysis.running_sums import parts_of_update
 from graph_passes.ir.graph import Graph, Names, Ref
 

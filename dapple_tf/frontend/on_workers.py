@@ -17,9 +17,9 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import types_pb2
 
+from dapple_tf.common.keras_private import OwnAdapter
 from dapple_tf.errors import DataError, reason
 from dapple_tf.frontend.dataset_graphs import Drawn, drawn, merged
-from dapple_tf.keras_private import OwnAdapter
 from graph_passes.ir.graph import GraphDef, NodeDef, Ref, data_inputs
 from graph_passes.ir.tensorflow_bridge import constant_value, function_graph, input_dtypes, is_stateful, op_def
 

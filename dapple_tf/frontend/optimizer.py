@@ -13,12 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from dapple_tf.errors import CaptureError
-from dapple_tf.frontend.alike_groups import BY_ELEMENT, AlikeGroups, has_own_methods
-from dapple_tf.frontend.optimizer_checks import check_clipping, check_shards
-from dapple_tf.frontend.patching import replaced
-from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.keras_private import (
+from dapple_tf.common.keras_private import (
     checks_by_keras,
     inner_optimizer,
     parameters_of,
@@ -26,6 +21,11 @@ from dapple_tf.keras_private import (
     slots_by_parameter,
     told_whether_finite,
 )
+from dapple_tf.errors import CaptureError
+from dapple_tf.frontend.alike_groups import BY_ELEMENT, AlikeGroups, has_own_methods
+from dapple_tf.frontend.optimizer_checks import check_clipping, check_shards
+from dapple_tf.frontend.patching import replaced
+from dapple_tf.frontend.variables import VariableTable
 from graph_passes.analysis.gradient_flow import gradients_behind
 from graph_passes.analysis.sharded_update import CoupledElementsError, sharded_update
 from graph_passes.ir.graph import Graph, Ref

@@ -7,11 +7,11 @@ from typing import Any
 
 import keras
 
+from dapple_tf.common.keras_private import inner_optimizer, parameters_of
 from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.alike_groups import COUPLING
 from dapple_tf.frontend.initialization import deferred_like
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.keras_private import inner_optimizer, parameters_of
 
 
 def check_optimizer(optimizer: Any, parameters: Sequence[keras.Variable]) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from dapple_tf.common.keras_private import layers_of
 from dapple_tf.errors import CaptureError
-from dapple_tf.keras_private import layers_of
 from graph_passes.ir.graph import LAYER_ATTR, GraphDef
 from graph_passes.ir.tensorflow_private import code_of, python_function
 

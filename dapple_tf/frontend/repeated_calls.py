@@ -17,6 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from dapple_tf.common.keras_private import autocast_dtype, inherit_arguments, inherited_arguments, is_current
 from dapple_tf.frontend.call_templates import (
     STAND_IN,
     Expansion,
@@ -29,7 +30,6 @@ from dapple_tf.frontend.call_templates import (
 )
 from dapple_tf.frontend.layer_kinds import LayerKind, layer_kind
 from dapple_tf.frontend.trace_scope import TraceScope
-from dapple_tf.keras_private import autocast_dtype, inherit_arguments, inherited_arguments, is_current
 from graph_passes.ir.graph import GraphDef
 from graph_passes.ir.tensorflow_private import has_scopes, number_of_nodes, watch_operation
 

@@ -8,11 +8,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from dapple_tf.common.keras_private import inner_optimizer, learning_rate_of
 from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.step_logs import depends_on, depends_on_batch
 from dapple_tf.frontend.trace_scope import TraceScope
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.keras_private import inner_optimizer, learning_rate_of
 from graph_passes.ir.program import VariableKind
 
 

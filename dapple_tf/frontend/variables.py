@@ -10,9 +10,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dapple_tf.common.keras_private import seeds_of
 from dapple_tf.frontend.initialization import value_of
 from dapple_tf.frontend.step_logs import StepLogs
-from dapple_tf.keras_private import seeds_of
 from graph_passes.ir.graph import Names, Ref, dtype_attr, make_node, shape_attr
 from graph_passes.ir.program import Variable, VariableKind
 from graph_passes.ir.tensorflow_bridge import empty_graph

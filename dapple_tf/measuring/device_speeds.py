@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf.clusters.shared_connections import connected, open_session
+from dapple_tf.common.progress import Progress
 from dapple_tf.describe.cluster import Cluster, ClusterError
 from dapple_tf.describe.layer_profile import ProfileError
 from dapple_tf.frontend.capture import Mode, build, capture, check_model
@@ -25,7 +26,6 @@ from dapple_tf.measuring.links import clock, host_of
 from dapple_tf.measuring.profiled_model import ProfiledModel
 from dapple_tf.measuring.profiler import kept_metrics
 from dapple_tf.measuring.timed_step import MICRO_BATCHES, StepRuns, timed_step
-from dapple_tf.progress import Progress
 from dapple_tf.variables.parameter_groups import group_updates
 from graph_passes.ir.tasks import Phase
 

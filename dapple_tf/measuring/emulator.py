@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 
 import tensorflow as tf
 
+from dapple_tf.common.text_table import table
+from dapple_tf.common.units import ms_text
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile
@@ -24,8 +26,6 @@ from dapple_tf.measuring.emulated_waits import GRACE, EmulationError, StepClock
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulation import Simulation, device_rows, shown
 from dapple_tf.simulation.simulator import run as simulate_costs
-from dapple_tf.text_table import table
-from dapple_tf.units import ms_text
 from dapple_tf.view.timeline import Span
 from graph_passes.ir.tasks import Phase, Schedule, Task
 from graph_passes.ir.tensorflow_bridge import bare_config

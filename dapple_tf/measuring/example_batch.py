@@ -12,13 +12,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dapple_tf.common.keras_private import compiled_loss
 from dapple_tf.describe.layer_profile import ProfileError
 from dapple_tf.errors import CaptureError, reason
 from dapple_tf.frontend.batch import BatchSpec, Leaf, declared_spec, spec_of
 from dapple_tf.frontend.capture import Mode, capture
 from dapple_tf.frontend.own_steps import own_steps
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.keras_private import compiled_loss
 from graph_passes.analysis.slice_shapes import input_shapes
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import Graph, GraphDef, Ref

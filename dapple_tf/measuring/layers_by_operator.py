@@ -11,10 +11,10 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+from dapple_tf.common.garbage import without_collection
 from dapple_tf.describe.layer_profile import ZERO, Cost, LayerProfile, NeededLater
 from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.garbage import without_collection
 from dapple_tf.measuring.cost_fit import cost_through
 from dapple_tf.measuring.layer_memory import has_gradient, kept_tensors, layers_with_variables, stage_shapes
 from dapple_tf.measuring.timed_step import input_gradients_of

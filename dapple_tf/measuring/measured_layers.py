@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dapple_tf.common.progress import Progress
 from dapple_tf.describe.layer_profile import Cost, NeededLater
 from dapple_tf.describe.profile import Profile
 from dapple_tf.frontend.layer_cuts import with_functions, with_gradients
@@ -30,7 +31,6 @@ from dapple_tf.measuring.timed_step import (
 )
 from dapple_tf.measuring.traced_memory import StepTrace
 from dapple_tf.operators.op_costs import OperatorCosts, device_kind
-from dapple_tf.progress import Progress
 from dapple_tf.variables.parameter_groups import group_updates
 from graph_passes.ir.tasks import Phase
 

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from dapple_tf.common.progress import Progress
 from dapple_tf.describe.cluster import Cluster, Server
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile
@@ -21,7 +22,6 @@ from dapple_tf.measuring.example_batch import ExampleBatch
 from dapple_tf.measuring.profiler import profile as measured_profile
 from dapple_tf.planning.out_of_order_plans import largest_reverse_first_k
 from dapple_tf.planning.plan_reasons import shape
-from dapple_tf.progress import Progress
 from dapple_tf.schedules.out_of_order import best_reverse_first_k
 from dapple_tf.simulation.cost import CostModel
 

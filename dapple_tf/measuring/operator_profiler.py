@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 
+from dapple_tf.common.progress import Progress
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.layer_profile import ProfileError
@@ -23,7 +24,6 @@ from dapple_tf.measuring.measured_operators import node_times
 from dapple_tf.measuring.profiler import kept_metrics
 from dapple_tf.operators.build_op_graph import operator_signatures
 from dapple_tf.operators.op_costs import OperatorCosts, device_kind
-from dapple_tf.progress import Progress
 from graph_passes.ir.batching import Interval
 
 logger = logging.getLogger(__name__)

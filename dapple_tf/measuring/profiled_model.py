@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import keras
 import numpy as np
 
+from dapple_tf.common.garbage import without_collection
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
 from dapple_tf.execution.steps_apart import StepsApart
@@ -20,7 +21,6 @@ from dapple_tf.frontend.host_part import on_host
 from dapple_tf.frontend.layer_cuts import LayerStages, layer_stages, with_functions
 from dapple_tf.frontend.metrics import RunningMetrics
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.garbage import without_collection
 from dapple_tf.measuring.example_batch import ExampleBatch
 from dapple_tf.measuring.timed_step import TimedSession
 from dapple_tf.variables.parameter_groups import group_updates

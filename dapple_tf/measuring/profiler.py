@@ -22,6 +22,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dapple_tf.common.progress import Progress
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.hardware import cpu_kind
 from dapple_tf.describe.layer_profile import ZERO, LayerProfile, ProfileError
@@ -36,7 +37,6 @@ from dapple_tf.measuring.measured_layers import measured_layers
 from dapple_tf.measuring.measured_operators import flat_step, measure_operators
 from dapple_tf.measuring.profiled_model import ProfiledModel, TimeBudget
 from dapple_tf.measuring.timed_step import StepRuns
-from dapple_tf.progress import Progress
 from graph_passes.ir.graph import POSITION_ATTR, NodeDef, renamed_in_body
 from graph_passes.ir.program import Program
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.garbage import without_collection
+from dapple_tf.common.garbage import without_collection
 from dapple_tf.operators.function_work import FunctionWork
 from dapple_tf.operators.op_costs import OperatorCosts, device_kind
 from dapple_tf.operators.op_graph import DisjointSets, OpGraph, Topology

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from dapple_tf.common.garbage import without_collection
 from dapple_tf.describe.plan_values import PlanError
-from dapple_tf.garbage import without_collection
 from dapple_tf.operators.improvement import improved, polished
 from dapple_tf.operators.list_scheduler import fd_dps_schedule, heft_schedule
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from dapple_tf.data_files import MOST_BYTES, Decoder, JsonFile, clip, parse_object, short
+from dapple_tf.common.data_files import MOST_BYTES, Decoder, JsonFile, clip, parse_object, short
 from dapple_tf.operators.rooflines import CPU, FREE, GPU, P100, Roofline, work
 from dapple_tf.operators.signatures import OpSignature
 from graph_passes.ir.tensorflow_bridge import takes_functions

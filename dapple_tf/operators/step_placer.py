@@ -8,15 +8,15 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from dapple_tf.common.garbage import without_collection
+from dapple_tf.common.progress import Progress
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.garbage import without_collection
 from dapple_tf.operators.average_slice import place_average_slice
 from dapple_tf.operators.build_op_graph import build_op_graph
 from dapple_tf.operators.fd_dps import fd_dps
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import OpPlacement, Topology
-from dapple_tf.progress import Progress
 from graph_passes.analysis.operator_shapes import operator_shapes
 from graph_passes.analysis.split_rules import Split
 from graph_passes.errors import PassError

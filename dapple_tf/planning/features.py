@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from dapple_tf.data_files import short
+from dapple_tf.common.data_files import short
 from dapple_tf.describe.plan import Plan, PlanError
 
 

@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 
-from dapple_tf.data_files import short
+from dapple_tf.common.data_files import short
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.plan_values import PlanValueError, device_lists

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from dapple_tf.common.units import counted, gib
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.plan_report import PlanReport, StageReport
@@ -20,7 +21,6 @@ from dapple_tf.planning.plan_request import PlanRequest
 from dapple_tf.planning.stage_cuts import by_memory
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import Simulation
-from dapple_tf.units import counted, gib
 from dapple_tf.view.timeline import ALL_REDUCE, SEND
 
 

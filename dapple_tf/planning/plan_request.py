@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
-from dapple_tf.data_files import short
+from dapple_tf.common.data_files import short
+from dapple_tf.common.units import counted
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import ALL_REDUCE, RECOMPUTE_MODES, Plan, PlanError
 from dapple_tf.describe.plan_values import SHARDS, integer
@@ -23,7 +24,6 @@ from dapple_tf.schedules.schedule_request import ScheduleError
 from dapple_tf.schedules.schedules import POLICIES, policy_of
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.stage_cost import StageCosts
-from dapple_tf.units import counted
 
 DAPPLE_POLICIES = tuple(policy.name for policy in BUILT_IN if policy.planning.formula)
 """The policies of the paper, which the search by formula covers."""

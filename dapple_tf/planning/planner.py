@@ -19,12 +19,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, ParamSpec
 
+from dapple_tf.common.garbage import without_collection
+from dapple_tf.common.progress import Progress
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.plan_report import PlanReport
 from dapple_tf.describe.profile import Profile
 from dapple_tf.errors import names_checked
-from dapple_tf.garbage import without_collection
 from dapple_tf.planning.choice import Choice, simplest
 from dapple_tf.planning.early_reductions import competes, cut_trials
 from dapple_tf.planning.latency import pipeline_latency, stage_times
@@ -37,7 +38,6 @@ from dapple_tf.planning.recompute_modes import recomputing_by_stage
 from dapple_tf.planning.relays import RelayGuess, better_ways
 from dapple_tf.planning.search import Candidate, Search, coarsened
 from dapple_tf.planning.stage_cuts import by_time
-from dapple_tf.progress import Progress
 from dapple_tf.simulation.simulator import Trial, run, tried
 
 _Arguments = ParamSpec("_Arguments")

@@ -8,6 +8,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from dapple_tf.common.units import ms_text
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile
@@ -19,7 +20,6 @@ from dapple_tf.planning.planner import plan_anew
 from dapple_tf.planning.recompute_modes import leanest
 from dapple_tf.schedules.policy import Policy
 from dapple_tf.simulation.simulator import simulate
-from dapple_tf.units import ms_text
 
 
 def without_servers(cluster: Cluster, lost: Collection[int]) -> Cluster:

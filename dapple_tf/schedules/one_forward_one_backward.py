@@ -17,8 +17,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 
+from dapple_tf.common.units import counted
 from dapple_tf.schedules.schedule_request import Job, ScheduleError, ScheduleRequest
-from dapple_tf.units import counted
 from graph_passes.ir.tasks import Phase
 
 Wanted = Callable[[int, int], list[int]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dapple_tf.data_files import short
+from dapple_tf.common.data_files import short
 from dapple_tf.schedules.controllable_memory import V_HALF, V_MIN
 from dapple_tf.schedules.dualpipe import DUALPIPE_V
 from dapple_tf.schedules.interleaving import INTERLEAVED

@@ -19,7 +19,7 @@ import types
 from collections.abc import Iterable
 from pathlib import Path
 
-from dapple_tf.data_files import short
+from dapple_tf.common.data_files import short
 from dapple_tf.schedules.policies import BUILT_IN
 from dapple_tf.schedules.policy import Policy
 from dapple_tf.schedules.schedule_csv import SUFFIX, csv_policy

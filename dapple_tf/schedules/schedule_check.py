@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
+from dapple_tf.common.units import counted
 from dapple_tf.schedules.schedule_request import (
     Active,
     ScheduleError,
@@ -12,7 +13,6 @@ from dapple_tf.schedules.schedule_request import (
     check_devices,
     check_per_stage,
 )
-from dapple_tf.units import counted
 from graph_passes.ir.tasks import Phase, Schedule, Task
 
 F, B, BX, BW = Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD

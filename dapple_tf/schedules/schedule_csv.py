@@ -36,11 +36,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from dapple_tf.data_files import clip, read_text, short
+from dapple_tf.common.data_files import clip, read_text, short
+from dapple_tf.common.units import counted
 from dapple_tf.schedules.policy import Policy
 from dapple_tf.schedules.schedule_check import lockstep
 from dapple_tf.schedules.schedule_request import Job, Orders, ScheduleError, ScheduleRequest
-from dapple_tf.units import counted
 from graph_passes.ir.tasks import Phase, Schedule, Task
 
 _KINDS = {Phase.FORWARD: "F", Phase.BACKWARD: "B", Phase.INPUT_GRAD: "I", Phase.WEIGHT_GRAD: "W"}

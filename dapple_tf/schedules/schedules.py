@@ -15,7 +15,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Unpack, cast
 
-from dapple_tf.data_files import short
+from dapple_tf.common.data_files import short
 from dapple_tf.schedules.out_of_order import reverse_first_k
 from dapple_tf.schedules.policies import BUILT_IN, policy_of
 from dapple_tf.schedules.policy import Policy

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from dapple_tf.common.units import gib
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.layer_profile import Cost
 from dapple_tf.describe.plan import Plan, PlanError
@@ -23,7 +24,6 @@ from dapple_tf.simulation.all_reduce import AllReduceTime, all_reduce_time, exch
 from dapple_tf.simulation.device_memory import DeviceNeed, device_needs, stored_bytes
 from dapple_tf.simulation.legs import Leg, legs_of
 from dapple_tf.simulation.stage_cost import StageCost, StageCosts, weight_gradient
-from dapple_tf.units import gib
 from graph_passes.ir.batching import Interval, intervals, overlaps, split_evenly
 from graph_passes.ir.tasks import Phase, Schedule, Task
 

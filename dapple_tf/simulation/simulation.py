@@ -9,11 +9,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from dapple_tf.common.text_table import table
+from dapple_tf.common.units import gib, ms_text
 from dapple_tf.describe.plan import PlanError
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.step_memory import StepMemory
-from dapple_tf.text_table import table
-from dapple_tf.units import gib, ms_text
 from dapple_tf.view.notebook import Table, notebook_html
 from dapple_tf.view.timeline import LINK_KINDS, Span, Timeline
 

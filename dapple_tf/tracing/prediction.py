@@ -6,8 +6,8 @@ import logging
 import statistics
 from dataclasses import dataclass, field
 
+from dapple_tf.common.units import counted, ms_text
 from dapple_tf.simulation.simulation import Simulation
-from dapple_tf.units import counted, ms_text
 
 logger = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from dapple_tf.common.text_table import table
+from dapple_tf.common.units import counted, gib, ms_text
 from dapple_tf.describe.plan import Plan
 from dapple_tf.simulation.simulation import Simulation
-from dapple_tf.text_table import table
 from dapple_tf.tracing.step_parts import NAMES, StepParts
 from dapple_tf.tracing.step_trace import MeasuredStep
-from dapple_tf.units import counted, gib, ms_text
 from dapple_tf.view.files import save_timelines
 from dapple_tf.view.timeline import Timeline
 from graph_passes.ir.tasks import Phase, Task

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import keras
 import numpy as np
 
+from dapple_tf.common.garbage import without_collection
 from dapple_tf.frontend.initialization import Initial, initial_of
 from dapple_tf.frontend.variables import VariableTable, assign_value, read_value
-from dapple_tf.garbage import without_collection
 from dapple_tf.variables.device_initialization import initialization, reading, rearrangement, removal
 from dapple_tf.variables.device_values import Holding, StorageNodes, load_each, save_each
 from graph_passes.ir.graph import GraphDef

@@ -14,8 +14,8 @@ import subprocess
 import textwrap
 from collections.abc import Mapping
 
+from dapple_tf.common.units import bytes_text
 from dapple_tf.errors import DappleError
-from dapple_tf.units import bytes_text
 from dapple_tf.view.colours import COLOURS, CONTROL, DATA, text_colour
 from dapple_tf.view.figure import Box, Curve, Figure, LaneBox, figure
 from dapple_tf.view.task_graph import TaskEdge, TaskGraph, TaskNode, TensorText

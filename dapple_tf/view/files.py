@@ -7,7 +7,7 @@ import os
 import pathlib
 from collections.abc import Sequence
 
-from dapple_tf.progress import Progress
+from dapple_tf.common.progress import Progress
 from dapple_tf.view.image import draw_timelines
 from dapple_tf.view.page import timeline_page
 from dapple_tf.view.text import timeline_text

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from dapple_tf.keras_private import layers_of
+from dapple_tf.common.keras_private import layers_of
 from dapple_tf.models.sources import ModelError
 
 

@@ -14,12 +14,12 @@ import keras
 import numpy as np
 
 import dapple_tf as dapple
+from dapple_tf.common.garbage import without_collection
 from dapple_tf.execution.builds import Build, StepKind
 from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.batch import spec_of
 from dapple_tf.frontend.capture import Mode, build, capture
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.garbage import without_collection
 from dapple_tf.models import pnasnet, resnet
 from dapple_tf.operators import step_placer
 from dapple_tf.variables.parameter_groups import group_updates, readers_of

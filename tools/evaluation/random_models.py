@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.keras_private import learning_rate_of
+from dapple_tf.common.keras_private import learning_rate_of
 from dapple_tf.operators import step_placer
 from dapple_tf.tools.evaluation.random_blocks import (
     DEPENDENT,

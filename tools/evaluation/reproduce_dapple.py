@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from dapple_tf.common.units import counted as of_number
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation import paper_experiments as experiments
 from dapple_tf.tools.evaluation import paper_models as models
@@ -22,7 +23,6 @@ from dapple_tf.tools.evaluation.document import claimed, counted, table
 from dapple_tf.tools.evaluation.paper_models import SAME_CUTS, SAME_CUTS_OTHERWISE, TABLE_4, TABLE_5, TABLE_6, PaperRow
 from dapple_tf.tools.evaluation.paper_plans import times_of
 from dapple_tf.tools.evaluation.results import FLAGS, FOLDER, Evaluation, Record, Results, reproduce
-from dapple_tf.units import counted as of_number
 
 OWN, LINKS, HARDER = "paper", "links", "harder"
 SETTINGS = {OWN: "the paper's setting", LINKS: "links of its released planner", HARDER: "harder"}

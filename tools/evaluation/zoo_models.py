@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dapple_tf.keras_private import layers_of, nodes_in_order
+from dapple_tf.common.keras_private import layers_of, nodes_in_order
 from dapple_tf.tools.evaluation.training_comparison import Train, train_on_batch
 
 _VOCABULARY = 31

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import keras
 
+from dapple_tf.common.keras_private import items_of
 from dapple_tf.describe.layer_profile import ProfileError
 from dapple_tf.describe.profile import Profile
 from dapple_tf.execution.step_passes import pipeline
-from dapple_tf.keras_private import items_of
 from graph_passes.pass_manager import After, Before
 
 

@@ -11,8 +11,8 @@ import keras
 import numpy as np
 
 from dapple_tf.checkpoints.checkpoint import variables_of
+from dapple_tf.common.keras_private import compile_arguments, layers_of
 from dapple_tf.errors import reason
-from dapple_tf.keras_private import compile_arguments, layers_of
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 

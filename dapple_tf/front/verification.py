@@ -12,16 +12,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dapple_tf.common.keras_private import compute_loss, recompiled, seeds_of, takes_training
+from dapple_tf.common.text_table import table
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.errors import VerificationError
 from dapple_tf.errors import reason as reason_of
 from dapple_tf.execution.builds import StepResult
 from dapple_tf.execution.notes import Note, NoteKind
+from dapple_tf.front.model_copies import coarsest, copy_of
 from dapple_tf.frontend.own_steps import own_steps, plain_gradients
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.keras_private import compute_loss, recompiled, seeds_of, takes_training
-from dapple_tf.model_copies import coarsest, copy_of
-from dapple_tf.text_table import table
 from dapple_tf.view.notebook import Table, notebook_html
 
 TOLERANCES = {"float64": 1e-8, "float32": 1e-3, "tf32": 1e-2, "float16": 3e-2, "bfloat16": 1e-1}

@@ -9,6 +9,9 @@ from collections.abc import Iterator
 
 import keras
 
+from dapple_tf.common.garbage import without_collection
+from dapple_tf.common.keras_private import compiled_loss, fresh_loss, items_of, output_structure, replaced_compilation
+from dapple_tf.common.progress import Progress
 from dapple_tf.errors import reason
 from dapple_tf.execution.notes import Note, notes_of
 from dapple_tf.execution.step_passes import StepPasses
@@ -18,10 +21,7 @@ from dapple_tf.frontend.functional import cuts_are_safe
 from dapple_tf.frontend.own_steps import own_steps
 from dapple_tf.frontend.py_functions import check_py_functions, may_have_py_functions
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.garbage import without_collection
-from dapple_tf.keras_private import compiled_loss, fresh_loss, items_of, output_structure, replaced_compilation
 from dapple_tf.measuring.example_batch import labels_of_outputs
-from dapple_tf.progress import Progress
 from graph_passes.analysis.slice_shapes import LengthsUnknownError
 from graph_passes.ir.program import LayerCall, Program
 from graph_passes.pass_manager import run_passes

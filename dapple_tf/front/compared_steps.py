@@ -12,14 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf.checkpoints.checkpoint import variables_of
-from dapple_tf.errors import DappleError, reason
-from dapple_tf.execution.notes import Note, NoteKind, notes_of
-from dapple_tf.execution.runtime import Runtime
-from dapple_tf.execution.terminal import without_noise
-from dapple_tf.frontend.batch import Batch
-from dapple_tf.frontend.capture import Mode
-from dapple_tf.frontend.own_steps import own_steps
-from dapple_tf.keras_private import (
+from dapple_tf.common.keras_private import (
     compiled_metrics,
     compute_loss,
     inner_optimizer,
@@ -27,8 +20,15 @@ from dapple_tf.keras_private import (
     slots_by_parameter,
     takes_training,
 )
-from dapple_tf.model_copies import FLOATS, copy_of, doubled
-from dapple_tf.verification import EXACT, TOLERANCES, ComparedSteps, Difference, restored
+from dapple_tf.errors import DappleError, reason
+from dapple_tf.execution.notes import Note, NoteKind, notes_of
+from dapple_tf.execution.runtime import Runtime
+from dapple_tf.execution.terminal import without_noise
+from dapple_tf.front.model_copies import FLOATS, copy_of, doubled
+from dapple_tf.front.verification import EXACT, TOLERANCES, ComparedSteps, Difference, restored
+from dapple_tf.frontend.batch import Batch
+from dapple_tf.frontend.capture import Mode
+from dapple_tf.frontend.own_steps import own_steps
 
 _FEW = 1e-3
 """Smallest change by which a variable's difference is scaled, relative to the largest change of its kind."""
@@ -312,7 +312,7 @@ def compare_steps(
         count: number of steps.
         reasons: why training steps may differ. If some don't hold in inference behaviour, steps are compared in that
             as well.
-        dtype: result of `dapple_tf.verification.computed_in`.
+        dtype: result of `dapple_tf.front.verification.computed_in`.
         pipelined: makes the same pipeline of another model for the duration of its context; None leaves float64 out.
     """
     before, descriptions = _values(model), descriptions_of(model)

@@ -14,7 +14,7 @@ import pathlib
 import tempfile
 from collections.abc import Iterator, Mapping
 
-from dapple_tf.data_files import Decoder, parse_object, read_text
+from dapple_tf.common.data_files import Decoder, parse_object, read_text
 from dapple_tf.errors import DappleError
 
 LIST = "dump.json"

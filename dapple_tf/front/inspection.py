@@ -14,7 +14,6 @@ from typing import Any
 
 import keras
 
-from dapple_tf.compared_steps import Outcome, Reasons, Run, compare_steps, pipelined_steps
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile
@@ -26,6 +25,8 @@ from dapple_tf.execution.growing import GrowthRecord
 from dapple_tf.execution.notes import Note
 from dapple_tf.execution.recovery import FaultRecord
 from dapple_tf.execution.runtime import Runtime
+from dapple_tf.front.compared_steps import Outcome, Reasons, Run, compare_steps, pipelined_steps
+from dapple_tf.front.verification import PlainSide, Verification, compare, computed_in
 from dapple_tf.frontend.batch import Batch, Batches, BatchSpec
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.model_front import ModelFront, in_one_thread
@@ -35,7 +36,6 @@ from dapple_tf.operators.op_graph import OpPlacement
 from dapple_tf.simulation.planned import planned
 from dapple_tf.tracing.prediction import Prediction
 from dapple_tf.tracing.step_profile import StepProfile
-from dapple_tf.verification import PlainSide, Verification, compare, computed_in
 from graph_passes.ir.graph import GraphDef
 
 

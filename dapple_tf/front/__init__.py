@@ -1,0 +1,1 @@
+"""Parts of `PipelinedModel` and `transform`: checks of arguments, Keras' methods, inspection."""
