@@ -33,12 +33,10 @@ class DataParallelStep(NamedTuple):
     Attributes:
         seconds: of the whole step.
         reduce_seconds: of the gradients' all-reduces by themselves.
-        peak_bytes: the most bytes that a device holds.
     """
 
     seconds: float
     reduce_seconds: float
-    peak_bytes: float
 
 
 def data_parallel(graph: OpGraph, topology: Topology, *, own_statistics: bool = False) -> DataParallelStep:
@@ -110,11 +108,9 @@ def data_parallel(graph: OpGraph, topology: Topology, *, own_statistics: bool = 
     link, buckets = min((_reduced_by(buckets, reducing), buckets) for buckets in by_size)
     computed = float(ends.max(initial=0.0))
     updated = float(share[updates].sum(axis=0).max(initial=0.0))
-    stored = float(graph.stored_bytes.sum())
     return DataParallelStep(
         seconds=max(computed, link) + updated,
         reduce_seconds=sum(reducing(size) for _, size in buckets),
-        peak_bytes=stored + (max(single_device(graph, topology).peak_bytes) - stored) / count,
     )
 
 
