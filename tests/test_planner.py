@@ -26,7 +26,6 @@ from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.plan_report import PlanReport
 from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.describe.profile_text import load_text
-from dapple_tf.planning.choice import Choice
 from dapple_tf.planning.moves import (
     even_plans,
     evened,
@@ -40,6 +39,7 @@ from dapple_tf.planning.moves import (
 from dapple_tf.planning.plan_reasons import shape
 from dapple_tf.planning.plan_request import DAPPLE_POLICIES, FEATURES, NAMES, PlanRequest, restraints
 from dapple_tf.planning.planner import plan
+from dapple_tf.planning.pool import Choice
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import simulate, tried
 from dapple_tf.tools.evaluation.paper_models import CONFIGS, MODELS

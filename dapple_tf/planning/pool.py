@@ -1,8 +1,6 @@
 """The pool of the planner's search: simulated plans with a memo, a budget, a ranking and one rule for ties.
 
-Generators of plans (`dapple_tf.planning.moves`) propose, the pool simulates and remembers. A larger choice of features
-mustn't lead the search away from plans of a smaller one, so that `PlanPool.leaders` has the best plans without each
-feature beside the best of all.
+Generators of plans (`dapple_tf.planning.moves`) propose, the pool simulates and remembers.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from dataclasses import dataclass
 
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.planning.moves import least_seconds, neighbours
-from dapple_tf.planning.plan_request import AUTO, FEATURES, FOUND_LAST, PlanRequest, has_chunks
+from dapple_tf.planning.plan_request import AUTO, FOUND_LAST, PlanRequest, has_chunks
 from dapple_tf.planning.reductions import cut_trials
 from dapple_tf.planning.relays import RelayGuess, other_way
 from dapple_tf.schedules.schedule_request import ScheduleError
@@ -50,14 +48,12 @@ class Choice:
         latency: simulated seconds of its step.
         costs: the costs it was simulated with.
         tail: seconds of its step after its last task: the most that earlier all-reduces can gain.
-        whole: seconds of the step without cuts of its last backwards.
     """
 
     plan: Plan
     latency: float
     costs: CostModel
     tail: float = 0.0
-    whole: float = math.inf
 
     @classmethod
     def of(cls, trial: Trial) -> Choice | None:
@@ -65,7 +61,7 @@ class Choice:
         if trial.simulation is None:
             return None
         costs, seconds = trial.simulation.costs, trial.simulation.latency
-        return cls(costs.plan, seconds, costs, trial.tail, seconds)
+        return cls(costs.plan, seconds, costs, trial.tail)
 
     def gains_from_cuts(self, fastest: float) -> bool:
         """Returns whether cutting its last backwards may make it faster than the fastest, by enough to matter."""
@@ -74,23 +70,15 @@ class Choice:
     def with_warm_up(self) -> Choice:
         """Returns the choice with K in its plan, if devices' memory is known: a run keeps to K, or refuses it.
 
-        K isn't written where one micro-batch is in flight, and where the policy keeps all of them. Policies on a V
-        limit the stages of a device together, so that K of each may give another order: it is written if that fits in
-        memory and takes no longer.
+        K isn't written where one micro-batch is in flight, where the policy keeps all of them, and where K doesn't give
+        the same order: some policies limit the stages of a device together.
         """
         costs = self.costs
         if costs.holds is None or max(costs.warm_up) == 1 or self.plan.policy.needs_all:
             return self
-        written = CostModel(dataclasses.replace(self.plan, warm_up=costs.warm_up), costs.profile, costs.cluster)
-        try:
-            if written.schedule == costs.schedule:
-                return dataclasses.replace(self, plan=written.plan, costs=written)
-            trial = tried(written)
-        except PlanError:
-            return self
-        other = Choice.of(trial)
-        fits = other is not None and trial.simulation is not None and trial.simulation.fits
-        return other if other is not None and fits and other.latency <= self.latency else self
+        plan = dataclasses.replace(self.plan, warm_up=costs.warm_up)
+        written = CostModel(plan, costs.profile, costs.cluster)
+        return dataclasses.replace(self, plan=plan, costs=written) if written.schedule == costs.schedule else self
 
     @property
     def memory(self) -> float:
@@ -171,25 +159,15 @@ class PlanPool:
         """Returns the simulated plans, the fastest first."""
         return sorted(self._entered.values(), key=lambda choice: choice.latency)
 
-    def leaders(self, count: int, near: float = NEAR) -> list[Choice]:
-        """Returns the best plans not much slower than the first, and the best without each feature that these use.
-
-        One for each combination of devices, policy and micro-batches.
-
-        Args:
-            count: number of plans of each kind.
-            near: how many times as slow as the first they may be.
-        """
+    def leaders(self, count: int) -> list[Choice]:
+        """Returns the best plans near the first; one for each combination of devices, policy and micro-batches."""
         ranked = self.ranked()
-        leading = _varied(ranked, count, near)
-        for feature in FEATURES:
-            if any(feature.used(choice.plan) for choice in leading[:count]):
-                if feature.name == "pieces":
-                    without = sorted(ranked, key=lambda choice: choice.whole)
-                else:
-                    without = [choice for choice in ranked if not feature.used(choice.plan)]
-                leading += _varied(without, 1, near)
-        return list({id(choice): choice for choice in leading}.values())
+        varied: dict[tuple[object, ...], Choice] = {}
+        for choice in ranked:
+            if choice.latency > NEAR * ranked[0].latency or len(varied) == count:
+                break
+            varied.setdefault((choice.plan.devices, choice.plan.schedule, choice.plan.micro_batches), choice)
+        return list(varied.values())
 
     # ---- simulation
 
@@ -279,11 +257,11 @@ class PlanPool:
         trial = tried(costs, limit)
         self.work += trial.work
         choice = Choice.of(trial) if self._fits(trial) else None
+        if choice is None or not self.request.allows("pieces"):
+            return choice
         # With a single stage, cuts gain wherever reductions take time.
-        if choice is not None and self.request.allows("pieces"):
-            if (costs.plan.num_stages == 1 and _within_k(costs.plan)) or choice.gains_from_cuts(self.fastest):
-                return self._cut(choice, trial)
-        return choice
+        alone = costs.plan.num_stages == 1 and _within_k(costs.plan)
+        return self._cut(choice, trial) if alone or choice.gains_from_cuts(self.fastest) else choice
 
     def _cut(self, choice: Choice, trial: Trial) -> Choice:
         """Returns the choice with its last backwards cut, so that all-reduces run during them, as far as that gains."""
@@ -292,7 +270,7 @@ class PlanPool:
             self.work += other.work
             cut = Choice.of(other)
             if cut is not None and cut.latency < best.latency and self._fits(other):
-                best = dataclasses.replace(cut, whole=choice.latency)
+                best = cut
         return best
 
     def _fits(self, trial: Trial) -> bool:
@@ -327,16 +305,6 @@ class PlanPool:
                 better = self.simulate(plan, share=share)
                 if eager and better is not None and better.latency < start.latency * (1 - TIE):
                     break
-
-
-def _varied(ranked: Sequence[Choice], count: int, near: float) -> list[Choice]:
-    """Returns the first plans, one for each combination of devices, policy and micro-batches."""
-    varied: dict[tuple[object, ...], Choice] = {}
-    for choice in ranked:
-        if choice.latency > near * ranked[0].latency or len(varied) == count:
-            break
-        varied.setdefault((choice.plan.devices, choice.plan.schedule, choice.plan.micro_batches), choice)
-    return list(varied.values())
 
 
 def _within_k(plan: Plan) -> bool:
