@@ -39,8 +39,8 @@ from dapple_tf.schedules.schedule_csv import to_csv
 from dapple_tf.schedules.schedule_request import ScheduleError
 from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulator import simulate
-from dapple_tf.view.dot import DrawingError, dot_text, draw_graph
 from dapple_tf.view.files import save_timelines
+from dapple_tf.view.graph_svg import graph_svg
 from dapple_tf.view.page import graph_page
 from dapple_tf.view.step_graph import task_graph
 from dapple_tf.view.task_graph import TaskGraph
@@ -135,7 +135,8 @@ def _escaped(text: str) -> str:
 logger = logging.getLogger(__name__)
 
 EVENTS_FOLDER = "tensorboard"
-_MOST_DOT_NODES = 5000
+_MOST_DRAWN = 1000
+"""Maximum number of nodes of a picture; nobody can read a larger one."""
 _TIMELINES = {
     "timeline.html": "the step over time, for a browser",
     "timeline.svg": "the step over time, a picture",
@@ -340,20 +341,13 @@ class _Writer:
 
     def _graph(self, place: pathlib.Path, title: str, graph: TaskGraph) -> list[Entry]:
         self.bar.step(f"{place.name}: drawing the task graph")
-        page, text, picture = place / "graph.html", place / "graph.dot", place / "graph.svg"
+        page, picture = place / "graph.html", place / "graph.svg"
         page.write_text(graph_page(graph, title=title), encoding="utf-8")
         entries = [self.entry(page, f"the task graph, {len(graph.nodes):,} nodes: zoom, filter and click in a browser")]
-        if len(graph.nodes) > _MOST_DOT_NODES:
-            note = f"There is no graph.dot or graph.svg: {len(graph.nodes):,} nodes are more than Graphviz can show."
-            return [*entries, Entry("", note)]
-        text.write_text(dot_text(graph, title=title), encoding="utf-8")
-        entries.append(self.entry(text, "the same for Graphviz"))
-        try:
-            draw_graph(graph, picture, title=title)
-        except DrawingError as error:
-            logger.info("%s", error)
-            return [*entries, Entry("", str(error))]
-        return [*entries, self.entry(picture, "the same, drawn by Graphviz")]
+        if len(graph.nodes) > _MOST_DRAWN:
+            return [*entries, Entry("", f"There is no graph.svg: it is drawn for at most {_MOST_DRAWN:,} nodes.")]
+        picture.write_text(graph_svg(graph, title=title), encoding="utf-8")
+        return [*entries, self.entry(picture, "the same, a picture")]
 
     def _schedule(self, place: pathlib.Path, schedule: Schedule) -> list[Entry]:
         text, table = place / "schedule.txt", place / "schedule.csv"
