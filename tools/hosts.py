@@ -375,7 +375,7 @@ class Hosts(LocalWorkers):
         self.namespaces[host].call(*rule.split())
 
     def join(self, host: int) -> None:
-        """Reconnects a host to the network after `cut`, and loses no more of what it sends."""
+        """Reconnects a host to the network after `cut`, and ends its loss of packets."""
         self._switch.call("ip", "link", "set", f"port{host}", "up")
         with contextlib.suppress(HostsError):  # There is none any more.
             while True:

@@ -13,6 +13,9 @@ from dapple_tf.view.task_graph import TaskEdge, TaskGraph, TaskNode, TensorText
 from dapple_tf.view.timeline import TASKS
 
 _XMLNS = "http://www.w3.org/2000/svg"
+Attributes = Mapping[str, str | float]
+"""Attributes of an element; underscores stand for hyphens."""
+
 # All lengths are points.
 _LEGEND = 34.0
 _TITLE = 26.0
@@ -33,11 +36,16 @@ _NAMES = {
 }
 _OTHERS = {"read": "that read variables", "split": "splits of batches", "other": "others"}
 _INK, _FAINT = "#24292f", "#aab2ba"
-_EDGES: Mapping[str, Mapping[str, str | float]] = {
+_EDGES: Mapping[str, Attributes] = {
     "data": {"stroke": DATA, "stroke_width": 0.9},
     "kept": {"stroke": _FAINT, "stroke_width": 0.7},
     "control": {"stroke": CONTROL, "stroke_width": 1.4, "stroke_dasharray": "1,4"},
 }
+_HEAD: Attributes = {
+    **{"refX": 9, "refY": 3, "markerWidth": 9, "markerHeight": 6},
+    **{"orient": "auto", "markerUnits": "userSpaceOnUse"},
+}
+"""Head of an arrow."""
 
 
 def graph_svg(graph: TaskGraph, *, title: str = "") -> str:
@@ -63,10 +71,9 @@ class _Picture:
         self.top = shown.height + _LEGEND + (_TITLE if title else 0)
         self.root = ElementTree.Element("svg", {"xmlns": _XMLNS, "font-family": "Helvetica, sans-serif"})
         for name, style in _EDGES.items():
-            head = self.add("marker", id=name, refX=9, refY=3, markerWidth=9, markerHeight=6, orient="auto")
-            head.set("markerUnits", "userSpaceOnUse")
-            self.add("path", head, d="M2,0.5 L9,3 L2,5.5 z", fill=style["stroke"])
-        self.add("rect", width="100%", height="100%", fill="#ffffff")
+            head = self.add("marker", {"id": name, **_HEAD})
+            self.add("path", {"d": "M2,0.5 L9,3 L2,5.5 z", "fill": style["stroke"]}, parent=head)
+        self.add("rect", {"width": "100%", "height": "100%", "fill": "#ffffff"})
         for lane in shown.lanes:
             self.lane(lane)
         for index, edge in enumerate(shown.graph.edges):
@@ -86,7 +93,13 @@ class _Picture:
         return ElementTree.tostring(self.root, encoding="unicode") + "\n"
 
     def add(
-        self, tag: str, parent: ElementTree.Element | None = None, text: str = "", tip: str = "", **attrs: str | float
+        self,
+        tag: str,
+        attrs: Attributes,
+        *,
+        text: str = "",
+        tip: str = "",
+        parent: ElementTree.Element | None = None,
     ) -> ElementTree.Element:
         """Adds an element with a text and a tooltip."""
         values = {
@@ -101,12 +114,12 @@ class _Picture:
     def box(self, box: Box, tip: str, **attrs: str | float) -> None:
         """Adds a rectangle with round corners."""
         x, y = box.x - box.width / 2, self.top - box.y - box.height / 2
-        self.add("rect", tip=tip, x=x, y=y, width=box.width, height=box.height, rx=5, **attrs)
+        self.add("rect", {"x": x, "y": y, "width": box.width, "height": box.height, "rx": 4, **attrs}, tip=tip)
 
     def label(self, text: str, x: float, y: float, size: float, **attrs: str | float) -> None:
         """Adds a line of text, centred at the height y."""
-        attrs = {"fill": _INK, "dominant_baseline": "central", **attrs}
-        self.add("text", text=text, x=x, y=self.top - y, font_size=size, **attrs)
+        place = {"x": x, "y": self.top - y, "font_size": size}
+        self.add("text", {**place, "fill": _INK, "dominant_baseline": "central", **attrs}, text=text)
 
     def lane(self, lane: LaneBox) -> None:
         """Adds a device's lane with its label, whose whole text is in the tooltip."""
@@ -124,14 +137,13 @@ class _Picture:
             label = f"{label[: _NODE_LETTERS - 2]}.."
         size = min(12.0 if node.kind in TASKS else 8.0, 1.75 * box.width / max(1, len(label)))
         self.box(box, _described(node, self.shown.graph.devices), fill=colour)
-        attrs: dict[str, str | float] = {"fill": text_colour(colour), "text_anchor": "middle", "pointer_events": "none"}
-        self.label(label, box.x, box.y, size, **attrs)
+        self.label(label, box.x, box.y, size, fill=text_colour(colour), text_anchor="middle", pointer_events="none")
 
     def edge(self, kind: str, curve: Curve, tip: str) -> None:
         """Adds an arrow."""
         start, *others = (f"{x:g},{self.top - y:g}" for x, y in curve)
         path = f"M{start} C{' '.join(others)}"
-        self.add("path", tip=tip, d=path, fill="none", marker_end=f"url(#{kind})", **_EDGES[kind])
+        self.add("path", {"d": path, "fill": "none", "marker_end": f"url(#{kind})", **_EDGES[kind]}, tip=tip)
 
     def legend(self) -> float:
         """Adds the legend of colours, edges and omitted nodes; returns its width."""
