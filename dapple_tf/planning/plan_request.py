@@ -42,7 +42,7 @@ FOUND_LAST: Mapping[str, Any] = {"backward_cuts": (), "all_reduce": "flat", "rel
 Changes = Mapping[str, Any]
 """The options of a plan that a move changes, as `Plan.with_options` takes them."""
 Move = Callable[[Plan, "PlanRequest"], Iterable[Changes]]
-"""Yields small changes to a plan, for the planner's local search. Those that make no legal plan are skipped."""
+"""Yields small legal changes to a plan, for the planner's local search."""
 
 
 class Flag(NamedTuple):
@@ -307,7 +307,7 @@ class PlanRequest:
 
     @property
     def straight(self) -> list[Policy]:
-        """Those of them for one stage on each device."""
+        """Policies for one stage on each device."""
         return [policy for policy in self.ranked if Placement.STRAIGHT in policy.planning.placements]
 
     @property

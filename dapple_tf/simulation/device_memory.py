@@ -72,7 +72,7 @@ _Work = tuple[tuple[int, int], ...]
 
 
 def device_needs(costs: CostModel) -> tuple[tuple[tuple[DeviceNeed, int | None], ...], ...]:
-    """Returns for each stage what its devices need, and their memory; devices with the same work need the same."""
+    """Returns each stage's needed and available memory, by devices with the same work."""
     samples = [_largest_slices(costs, stage) for stage in range(len(costs.stages))]
     works: dict[int, _Work] = {
         device: tuple((stage, samples[stage][device]) for stage in stages)
@@ -91,7 +91,7 @@ def device_needs(costs: CostModel) -> tuple[tuple[tuple[DeviceNeed, int | None],
 
 
 def _largest_slices(costs: CostModel, stage: int) -> dict[int, int]:
-    """Maps each device of a stage to the samples of its largest slice; without shares, to those of the stage's."""
+    """Maps each device of a stage to the samples of its largest slice."""
     largest: dict[int, int] = {}
     equal = None if any(own.shares for own in costs.plan.stages) else costs.samples(stage)
     for device, interval in zip(costs.plan.devices[stage], costs.slices(stage, 0), strict=True):
