@@ -41,8 +41,8 @@ from dapple_tf.execution.builds import PREPARED_STEPS, StepResult
 from dapple_tf.execution.runtime import Runtime
 from dapple_tf.execution.step_passes import pipeline
 from dapple_tf.execution.terminal import beside_progress_bar
+from dapple_tf.front.argument_checks import check_cuts
 from dapple_tf.front.compared_steps import Run
-from dapple_tf.front.examination import check_cuts, examine
 from dapple_tf.front.inspection import Inspection
 from dapple_tf.front.keras_methods import KerasMethods
 from dapple_tf.frontend.attachment import Hooks, Sync, attached, behind, entered
@@ -129,12 +129,12 @@ class PipelinedModel(Inspection, KerasMethods):
             pipeline=pipeline(self._own_passes),
             prepared_steps=prepared_steps,
         )
-        self._start(examined=not quiet)
+        self._start()
         if model.run_eagerly:
             logger.warning("model %r is compiled with run_eagerly=True, which pipelined steps ignore", model.name)
 
-    def _start(self, *, examined: bool = False) -> None:
-        """Prepares steps of the model as compiled now; finds the plan's notes, too, if no step follows at once."""
+    def _start(self) -> None:
+        """Prepares steps of the model as compiled now."""
         materialize(self.model.metrics_variables)  # Keras asks them after every step.
         self._compiled, self._makeup = self._settings(), Makeup(self.model)
         self._passes: dict[Mode, Batches] = {}
@@ -142,13 +142,7 @@ class PipelinedModel(Inspection, KerasMethods):
         self._specs: dict[Mode, BatchSpec] = {}
         self._run_specs: dict[Mode, BatchSpec] = {}  # of the last steps that have run
         self._steps_left: int | None = 0  # of the epoch, from the one that was begun last; None if unknown
-        passes = self._engine.builder.passes
-        if not examined or max(passes.slices) == 1:
-            check_cuts(self.model, passes)
-            return
-        notes = examine(self.model, passes)
-        if notes is not None:
-            self._engine.builder.notes.take(notes)
+        check_cuts(self.model, self._engine.builder.passes)
 
     def _check(self) -> None:
         check_model(self.model, training=True)

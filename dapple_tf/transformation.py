@@ -85,7 +85,8 @@ def transform(
             instead of layers; more is worth it for runs of hours; None measures layer by layer.
 
     Raises:
-        CaptureError: the model isn't built or compiled, or can't be captured.
+        CaptureError: the model isn't built or compiled, or has a setting that slices don't allow. A model that can't be
+            traced is refused by the search for a plan, or with the first batch.
         ClusterError: a worker isn't there.
         PlanError: the plan doesn't fit the cluster, or none fits its memory.
         ProfileError: the profile is of another model, or the model's inputs or labels can't be guessed for measuring;

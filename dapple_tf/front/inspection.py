@@ -284,9 +284,7 @@ class Inspection(ModelFront, abc.ABC):
     def notes(self) -> tuple[Note, ...]:
         """Where training differs from plain Keras under this plan, why, and the way out.
 
-        The log shows them, too, when the model is transformed, as far as they follow from declared inputs and from
-        labels that the outputs suggest. Notes about metrics, and all notes of a model that declares no inputs or has
-        its own ``train_step``, follow when training is prepared for its first batch.
+        Training's first batch brings them; the log shows each once, too.
         """
         return self._engine.builder.notes.latest or ()
 
