@@ -6,8 +6,7 @@ import collections
 import dataclasses
 import functools
 import logging
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 
@@ -40,8 +39,7 @@ _FEW_BYTES = 2**24
 _ANY_PROFILE = Profile("any", "none", (1,), (LayerProfile("layer", Cost(), Cost()),), ())
 
 
-@dataclass(frozen=True)
-class Planned:
+class Planned(NamedTuple):
     """A plan, with its profile and cluster.
 
     Attributes:

@@ -358,9 +358,10 @@ class Runtime:
         """
 
         def step() -> StepResult:
-            with self._shown(mode, batch, training=training, **options):
-                samples = batch.spec.parts(batch.samples)
-                if self.engine.lacks_room(mode, batch.spec, samples, training=training, **options):
+            samples, read = batch.spec.parts(batch.samples), read_by(batch.address)
+            prepared = self.engine.prepared(mode, batch.spec, samples, training=training, **read, **options)
+            with self._shown(mode, batch, prepared):
+                if prepared is None and self.engine.full:
                     with self._looking:
                         self.values.make_room()
                 self.values.prepare(mode, batch.spec, training)
@@ -384,10 +385,15 @@ class Runtime:
             text += "".join(f"; layer {note.layer!r} {note.text}; {note.way_out}" for note in told)
             raise StepError(f"a {mode.value} step failed: {text}{kept}") from error
 
-    def _shown(self, mode: Mode, batch: Batch, **options: Any) -> contextlib.AbstractContextManager[None]:
-        """Returns a context that shows the preparation, unless nothing is prepared or the step only measures."""
-        options |= read_by(batch.address)
-        if self._apart or self.engine.has_run(mode, batch.spec, batch.spec.parts(batch.samples), **options):
+    def _shown(self, mode: Mode, batch: Batch, prepared: str | None) -> contextlib.AbstractContextManager[None]:
+        """Returns a context that shows the preparation, unless the step has run before or only measures.
+
+        Args:
+            mode: the step's mode.
+            batch: its batch.
+            prepared: the step's name; None if it isn't prepared yet.
+        """
+        if self._apart or (prepared is not None and self.engine.session.has_run(prepared)):
             return contextlib.nullcontext()
         return self.engine.timing.shown(mode, batch.samples)
 
