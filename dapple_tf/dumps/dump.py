@@ -230,9 +230,7 @@ def dump(
         else:
             wanted.insert(0, lambda writer: writer.training(known))
     started = time.perf_counter()
-    placer = None
-    if passes.plan.operator_devices is not None:
-        placer = StepPlacer(passes.plan, passes.cluster, operator_costs or OperatorCosts(), passes.pipeline)
+    placer = passes.placer(operator_costs)
     total = len(wanted) * (passes.pipeline.count + 4) + 1
     with filled(directory) as folder, kept_metrics(model), Progress("writing the dump", total) as bar:
         writer = _Writer(folder, model, passes, placer, table, profile, bar)

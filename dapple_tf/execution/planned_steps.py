@@ -17,7 +17,6 @@ from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.operators.op_costs import OperatorCosts
-from dapple_tf.operators.step_placer import StepPlacer
 from dapple_tf.variables.device_values import parameters_in_shards
 from dapple_tf.variables.parameter_groups import holdings, optimizer_variables, readers_of, stored_in_shards
 from graph_passes.ir.program import Program
@@ -52,10 +51,8 @@ def planned_step(
     source = training_source(model, passes, table, spec, program)
     kind = full_step(source, plan)
     complete = complete_step(passes, source, kind)
-    if plan.operator_devices is None:
-        return complete
-    placer = StepPlacer(plan, cluster, operator_costs or OperatorCosts(), passes.pipeline)
-    return placer.place(complete, source.built.input_shapes(kind), {}).program
+    placer = passes.placer(operator_costs)
+    return complete if placer is None else placer.place(complete, source.built.input_shapes(kind), {}).program
 
 
 def training_source(

@@ -21,6 +21,8 @@ from dapple_tf.execution.memory_limits import limited_devices, residuals_held
 from dapple_tf.execution.worker_data import area_of, hosts_of
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.operators.op_costs import OperatorCosts
+from dapple_tf.operators.step_placer import StepPlacer
 from dapple_tf.variables.device_values import Holding, parameters_in_shards
 from dapple_tf.variables.parameter_groups import group_updates
 from graph_passes.ir.collectives import AllReduceRules
@@ -61,6 +63,12 @@ class StepPasses:
     plan: Plan
     cluster: Cluster
     pipeline: Pipeline = dataclasses.field(default_factory=lambda: pipeline())
+
+    def placer(self, costs: OperatorCosts | None) -> StepPlacer | None:
+        """Returns the placer of single operators; None if stages run as a whole. Without costs it estimates them."""
+        if self.plan.operator_devices is None:
+            return None
+        return StepPlacer(self.plan, self.cluster, costs or OperatorCosts(), self.pipeline)
 
     @property
     def devices(self) -> tuple[tuple[str, ...], ...]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from dapple_tf.common.garbage import without_collection
 from dapple_tf.common.progress import Progress
 from dapple_tf.describe.cluster import Cluster
-from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.plan import Plan
 from dapple_tf.operators.average_slice import place_average_slice
 from dapple_tf.operators.build_op_graph import build_op_graph
 from dapple_tf.operators.fd_dps import fd_dps
@@ -154,14 +154,10 @@ class StepPlacer:
 
     @property
     def devices(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """The groups of devices among which the operators of each stage's replicas are placed.
-
-        Raises:
-            PlanError: the plan runs stages as a whole.
-        """
-        if self.plan.operator_devices is None:
-            raise PlanError("the plan runs stages as a whole; give one by Plan.by_operators or with_placed_operators")
-        return self.plan.operator_devices
+        """The groups of devices among which the operators of each stage's replicas are placed."""
+        groups = self.plan.operator_devices
+        assert groups is not None
+        return groups
 
     def place(
         self,
