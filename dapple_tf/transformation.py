@@ -116,7 +116,7 @@ def transform(
     if by_trial and (plan is not None or placement == FD_DPS):
         reason = "got a plan" if plan is not None else f"places all operators by placement={FD_DPS!r}"
         raise TypeError(f"transform() {reason}, so that there are no plans to try; leave by_trial out")
-    if placement == FD_DPS or (plan is not None and plan.operator_devices is not None):
+    if placement == FD_DPS or (plan is not None and plan.places_operators):
         if planning:
             raise TypeError(
                 f"transform() places operators, for which nothing is searched that {', '.join(planning)} would be "
@@ -124,7 +124,7 @@ def transform(
             )
         if plan is None:
             plan = Plan.by_operators(cluster.num_devices, integer("global_batch_size", global_batch_size))
-        elif plan.operator_devices is None:
+        elif not plan.places_operators:
             plan = plan.with_placed_operators()
     elif operator_costs is not None:
         raise TypeError(
@@ -159,7 +159,7 @@ def transform(
                 f"global_batch_size out, or make a plan for it"
             )
     plan = with_compiler(plan, model, cluster)
-    if plan.operator_devices is not None:
+    if plan.places_operators:
         operator_costs, cluster = measured_operators(model, cluster, plan, operator_costs, **examples)
     return PipelinedModel(
         model,

@@ -145,7 +145,7 @@ def dump(
             wanted.insert(0, lambda writer: writer.training(known))
     started = time.perf_counter()
     placer = None
-    if passes.plan.operator_devices is not None:
+    if passes.plan.places_operators:
         placer = StepPlacer(passes.plan, passes.cluster, operator_costs or OperatorCosts(), passes.pipeline)
     total = len(wanted) * (passes.pipeline.count + 4) + 1
     with filled(directory) as folder, kept_metrics(model), Progress("writing the dump", total) as bar:

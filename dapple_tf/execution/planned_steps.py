@@ -26,7 +26,7 @@ from graph_passes.pass_manager import Instrument, run_passes
 
 def with_compiler(plan: Plan, model: keras.Model, cluster: Cluster) -> Plan:
     """Returns a plan that compiles stages where Keras compiles models by default: on GPUs, if XLA can."""
-    decided = plan.jit_compile is not None or plan.operator_devices is not None
+    decided = plan.jit_compile is not None or plan.places_operators
     if decided or not cluster.all_gpus(itertools.chain(*plan.devices)):
         return plan
     return dataclasses.replace(plan, jit_compile=model_supports_jit(model))
@@ -52,7 +52,7 @@ def planned_step(
     source = training_source(model, passes, table, spec, program)
     kind = full_step(source, plan)
     complete = complete_step(passes, source, kind)
-    if plan.operator_devices is None:
+    if not plan.places_operators:
         return complete
     placer = StepPlacer(plan, cluster, operator_costs or OperatorCosts(), passes.pipeline)
     return placer.place(complete, source.built.input_shapes(kind), {}).program

@@ -90,7 +90,7 @@ class StepBuilder:
         self._add, self._moving = add, moving
         self.passes = StepPasses(plan, cluster) if pipeline is None else StepPasses(plan, cluster, pipeline)
         self.placer: StepPlacer | None = None
-        if plan.operator_devices is not None:
+        if plan.places_operators:
             self.placer = StepPlacer(plan, cluster, operator_costs or OperatorCosts(), self.passes.pipeline)
         self.notes = NoteLog(model.name)
         self.builds: dict[tuple[Mode, str, bool], Build] = {}

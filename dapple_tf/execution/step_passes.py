@@ -240,7 +240,7 @@ class StepPasses:
         if built.mode is not Mode.TRAIN or len(devices) > 1 or plan.accumulates(len(layout.micro_batch_intervals)):
             return False
         compiled = all(stage.fused is not None for stage in built.program.stages)
-        return plan.operator_devices is None and (compiled or not plan.compiled)
+        return not plan.places_operators and (compiled or not plan.compiled)
 
 
 class StagesAsked(NamedTuple):
@@ -356,7 +356,7 @@ class StepAsked(NamedTuple):
         if not self._updates:
             return None
         built, kind, plan, cluster = self.built, self.kind, self.passes.plan, self.passes.cluster
-        apart = plan.operator_devices is not None or self._joins
+        apart = plan.places_operators or self._joins
         return Update(
             built.updates,
             self.owners,

@@ -159,9 +159,9 @@ class StepPlacer:
         Raises:
             PlanError: the plan runs stages as a whole.
         """
-        if self.plan.operator_devices is None:
+        if not self.plan.places_operators:
             raise PlanError("the plan runs stages as a whole; give one by Plan.by_operators or with_placed_operators")
-        return self.plan.operator_devices
+        return self.plan.groups
 
     def place(
         self,
