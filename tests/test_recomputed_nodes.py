@@ -20,7 +20,7 @@ from programs import (
     tied_layers,
 )
 
-from graph_passes.analysis.recomputed_nodes import needed_from
+from dapple_tf.measuring.layers_by_operator import needed_from
 from graph_passes.ir.graph import FLOAT_DTYPES, Graph, Ref
 from graph_passes.ir.node_kinds import METADATA
 from graph_passes.ir.outline import dtype_of

@@ -281,6 +281,14 @@ class Plan(JsonFile):
             stages.append(replace(self.stages[stage], devices=own, operator_devices=groups, shares=None))
         return replace(self, stages=tuple(stages), report=None)
 
+    def with_stages(self, stages: Sequence[StagePlan], **others: Any) -> Plan:
+        """Returns the plan with other stages and fields, without its report and the pieces of the former stages.
+
+        Raises:
+            PlanError: as `Plan`.
+        """
+        return replace(self, stages=tuple(stages), backward_cuts=(), report=None, **others)
+
     def with_options(self, **options: Any) -> Plan:
         """Returns the plan with other options, `cuts` and `devices` included, and without its report.
 

@@ -14,7 +14,7 @@ from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile
 from dapple_tf.describe.stage_plan import StagePlan
 from dapple_tf.errors import DappleError
-from dapple_tf.planning.features import NAMES
+from dapple_tf.planning.features import WITH_ALL_GRADIENTS
 from dapple_tf.planning.plan_request import LEAST_GAIN
 from dapple_tf.planning.planner import plan_anew
 from dapple_tf.planning.recompute_modes import leanest
@@ -99,16 +99,13 @@ def shrink(plan: Plan, cluster: Cluster, lost: Collection[int]) -> Plan:
     )
 
     def made(schedule: str | Policy, reverse_first_k: int) -> Plan:
-        return dataclasses.replace(
-            plan,
-            stages=stages,
+        return plan.with_stages(
+            stages,
             schedule=schedule,
             warm_up=None,
             reverse_first_k=reverse_first_k,
             carried_updates=0,
-            backward_cuts=(),
             reduction_order="completion",
-            report=None,
         )
 
     try:
@@ -202,7 +199,7 @@ class Replanner:
             return known
         plan = deployment.plan
         if self.profile is not None and not plan.places_operators:
-            only = set(NAMES) - {"carried_updates"} if self.needs_all_gradients else None
+            only = WITH_ALL_GRADIENTS if self.needs_all_gradients else None
             with contextlib.suppress(PlanError):
                 return Deployment(cluster, plan_anew(plan, self.profile, cluster, only))
         return Deployment(cluster, shrink(plan, deployment.cluster, lost))
