@@ -568,9 +568,8 @@ class Step:
         schedule: the order of tasks on each device, once it is fixed.
         reads: (stage, replica) -> the nodes that read its variables, but for those in shards.
         shard_reads: (stages of a parameter group, device) -> the nodes that read the group's shards on the device.
-        lookups: forward task -> the node that computes which rows of parameters it needs, and waits for its turn.
-        gathers: (stage, replica) -> those of these nodes that wait until the replica's device is to gather its
-            parameters; none where it does so as the step begins.
+        ahead: task -> the nodes that begin a task ahead of it: reads of parameters that are gathered for it, indices of
+            the rows that it needs.
         feeds: flat batch input -> placeholder of the whole batch; empty if workers read it themselves.
         taken: the batch that workers have read themselves; None if it is fed.
         metric_feeds: metric variable -> placeholders of its value before the step and of its value after a reset.
@@ -594,8 +593,7 @@ class Step:
     schedule: Schedule | None = None
     reads: Mapping[tuple[int, int], tuple[str, ...]] = dataclasses.field(default_factory=dict)
     shard_reads: Mapping[tuple[tuple[int, ...], str], tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    gathers: Mapping[tuple[int, int], tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    lookups: Mapping[Task, str] = dataclasses.field(default_factory=dict)
+    ahead: Mapping[Task, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     feeds: Mapping[Ref, Ref] = dataclasses.field(default_factory=dict)
     taken: TakenBatch | None = None
     metric_feeds: Mapping[str, tuple[Ref, Ref]] = dataclasses.field(default_factory=dict)
