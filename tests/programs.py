@@ -361,7 +361,6 @@ def updated(
         owners(program),
         HOST,
         bucket_bytes,
-        accumulated=accumulated,
         all_reduces=all_reduces,
     )
     program = apply(ordered(program, layout, accumulated=accumulated, **options), update)

@@ -119,9 +119,8 @@ def complete(case: Case) -> Program:
         want_gradients=not carried,
         carried=tuple(carried),
         head=case.head,
-        accumulated=plan.accumulates(count),
     )
-    passes.append(Accumulate(accumulated=update.accumulated))
+    passes.append(Accumulate(accumulated=plan.accumulates(count)))
     return run_passes(program, [*passes, OrderTasks(schedule, names), update], complete=True)
 
 

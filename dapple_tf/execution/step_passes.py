@@ -369,7 +369,6 @@ class StepAsked(NamedTuple):
             carried=built.carried if kind.carries else (),
             head=kind.head,
             jit_compile=plan.compiled,
-            accumulated=self._accumulates,
             spread=plan.spread_stages,
             all_reduces=AllReduceRules(
                 collective_hint(cluster),

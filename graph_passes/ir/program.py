@@ -564,6 +564,8 @@ class Step:
         exit: the last nodes of each task: those that the next task of the device waits for.
         values: (task, value) -> the tensor of a task's result.
         pieces: for a task that was cut into pieces, the nodes of each in order: its call, and what adds up its results.
+        accumulated: whether gradients are in accumulators; if not, each replica has made them in one task, from which
+            they are taken.
         pending: (task, value) -> the placeholder that stands for an argument until a later pass connects it.
         schedule: the order of tasks on each device, once it is fixed.
         reads: (stage, replica) -> the nodes that read its variables, but for those in shards.
@@ -589,6 +591,7 @@ class Step:
     exit: Mapping[Task, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     values: Mapping[tuple[Task, Value], Ref] = dataclasses.field(default_factory=dict)
     pieces: Mapping[Task, tuple[tuple[str, ...], ...]] = dataclasses.field(default_factory=dict)
+    accumulated: bool = False
     pending: Mapping[tuple[Task, Value], str] = dataclasses.field(default_factory=dict)
     schedule: Schedule | None = None
     reads: Mapping[tuple[int, int], tuple[str, ...]] = dataclasses.field(default_factory=dict)
