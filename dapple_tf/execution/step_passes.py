@@ -37,7 +37,7 @@ from graph_passes.passes.cut_backward import CutBackward
 from graph_passes.passes.flatten import Flatten
 from graph_passes.passes.fold_shapes import FoldShapes
 from graph_passes.passes.join import Join
-from graph_passes.passes.partition import Partition
+from graph_passes.passes.partition import Partition, StageForm
 from graph_passes.passes.place_data import PlaceData
 from graph_passes.passes.place_operators import PlaceOperators
 from graph_passes.passes.replicate import Replicate, sum_keys
@@ -272,20 +272,24 @@ class StagesAsked(NamedTuple):
         """Returns the pass that makes the functions, for a batch of ``samples`` samples or a full one."""
         passes, plan = self.passes, self.passes.plan
         sizes = passes.slice_samples(self.mode, plan.global_batch_size if samples is None else samples)
-        fuse = passes.uninterrupted if self.training and plan.compiled else frozenset()
-        replicas = [len(devices) for devices in plan.devices]
-        counted = bool(limited_devices(plan, passes.cluster))
-        modes = [stage.recompute for stage in plan.stages]
-        options = modes, plan.compiled, self.training, self.prefix, plan.split_stages
-        keepers = passes.devices if "rows" in plan.shards else None
+        fused = passes.uninterrupted if self.training and plan.compiled else frozenset()
         # XLA compiles seeds into its kernels, and operators that are placed one by one have hosts of their own.
         on_gpus = frozenset() if plan.compiled else passes.on_gpus - plan.flat_stages
-        return Partition(
-            *(*options, fuse, sizes, replicas, counted),
-            spread=plan.spread_stages,
-            keepers=keepers,
-            on_gpus=on_gpus,
+        forms = tuple(
+            StageForm(
+                own.recompute,
+                jit_compile=plan.compiled and stage not in plan.spread_stages,
+                split=stage in plan.split_stages,
+                fuse=stage in fused,
+                samples=sizes[stage],
+                replicated=len(own.devices) > 1,
+                on_gpu=stage in on_gpus,
+            )
+            for stage, own in enumerate(plan.stages)
         )
+        counted = bool(limited_devices(plan, passes.cluster))
+        keepers = passes.devices if "rows" in plan.shards else None
+        return Partition(forms, self.training, self.prefix, counted, keepers)
 
 
 class StepAsked(NamedTuple):
