@@ -53,14 +53,14 @@ def layer_names(cuts: object, what: str = "cuts") -> tuple[str, ...]:
     return names
 
 
-def device_lists(devices: object, what: str = "devices") -> tuple[tuple[int, ...], ...]:
-    """Returns a list of lists of device numbers as tuples; ``what`` names them in errors.
+def device_lists(devices: object) -> tuple[tuple[int, ...], ...]:
+    """Returns a list of lists of device numbers as tuples.
 
     Raises:
         PlanValueError: ``devices`` isn't such a list.
     """
-    stages = listed(what, devices, "[[0, 1], [2]] with a list for each stage")
-    return tuple(integers(f"{what} of stage {stage}", values) for stage, values in enumerate(stages))
+    stages = listed("devices", devices, "[[0, 1], [2]] with a list for each stage")
+    return tuple(integers(f"devices of stage {stage}", values) for stage, values in enumerate(stages))
 
 
 def integers(what: str, values: object) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from graph_passes.ir.replica_sums import key_nodes, order_sums, sums_of, without
 from graph_passes.ir.static_shapes import ShapesOf
 from graph_passes.ir.tensorflow_bridge import Shape, dtype_size, is_stateful, output_dtypes
 from graph_passes.ir.twin import KINDS_OF_STAGES, Twin
-from graph_passes.passes.fold_loops import drop_no_ops, fold
+from graph_passes.passes.fold_shapes import drop_no_ops, fold
 
 logger = logging.getLogger(__name__)
 
