@@ -26,6 +26,7 @@ from dapple_tf.measuring.links import measure_links
 from dapple_tf.measuring.measured_steps import fastest_plan, measure_capacity
 from dapple_tf.measuring.profiled_model import TimeBudget
 from dapple_tf.measuring.profiler import profile
+from dapple_tf.planning.features import WITH_ALL_GRADIENTS
 from dapple_tf.planning.plan_request import PlanRequest
 from dapple_tf.planning.planner import find, rivals
 from dapple_tf.simulation.cost import CostModel
@@ -215,7 +216,7 @@ def _to_run(request: PlanRequest, optimizer: keras.optimizers.Optimizer) -> Plan
     """
     inner = inner_optimizer(optimizer)
     needs_all = inner is not optimizer or getattr(inner, "global_clipnorm", None) is not None
-    return dataclasses.replace(request, only=request.features - {"carried_updates"}) if needs_all else request
+    return dataclasses.replace(request, only=request.features & WITH_ALL_GRADIENTS) if needs_all else request
 
 
 def slice_sizes(global_batch_size: int, devices: int) -> tuple[int, ...]:

@@ -117,10 +117,10 @@ def transform(
     else:
         beside_values(model, cluster)
         plan = plan or Plan.by_operators(cluster.num_devices, integer("global_batch_size", global_batch_size))
-        if placement == FD_DPS and plan.operator_devices is None:
+        if placement == FD_DPS and not plan.places_operators:
             plan = plan.with_placed_operators()
     plan = with_compiler(plan, model, cluster)
-    if plan.operator_devices is not None:
+    if plan.places_operators:
         operator_costs, cluster = measured_operators(model, cluster, plan, operator_costs, **examples)
     return PipelinedModel(
         model,

@@ -278,7 +278,7 @@ class Engine:
         Raises:
             DataError: they can't.
         """
-        if self.plan.operator_devices is not None:
+        if self.plan.places_operators:
             raise DataError(
                 "the plan places single operators (operator_devices), for which workers don't read data themselves: "
                 "feed the data from this process, or use a plan of stages"

@@ -25,7 +25,7 @@ from graph_passes.pass_manager import Instrument, run_passes
 
 def with_compiler(plan: Plan, model: keras.Model, cluster: Cluster) -> Plan:
     """Returns a plan that compiles stages where Keras compiles models by default: on GPUs, if XLA can."""
-    decided = plan.jit_compile is not None or plan.operator_devices is not None
+    decided = plan.jit_compile is not None or plan.places_operators
     if decided or not cluster.all_gpus(itertools.chain(*plan.devices)):
         return plan
     return dataclasses.replace(plan, jit_compile=model_supports_jit(model))

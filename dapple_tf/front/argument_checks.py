@@ -58,7 +58,7 @@ def check_combination(
         PlanError: a value is unknown, missing, or contradicts another.
         TypeError: an argument means nothing beside the others.
     """
-    places = placement == FD_DPS or (plan is not None and plan.operator_devices is not None)
+    places = placement == FD_DPS or (plan is not None and plan.places_operators)
     planned = 0 if plan is None else plan.global_batch_size
     why_no_trial = "got a plan" if plan is not None else f"places all operators by placement={FD_DPS!r}"
     names = ", ".join(planning)

@@ -155,9 +155,8 @@ class StepPlacer:
     @property
     def devices(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """The groups of devices among which the operators of each stage's replicas are placed."""
-        groups = self.plan.operator_devices
-        assert groups is not None
-        return groups
+        assert self.plan.places_operators
+        return self.plan.groups
 
     def place(
         self,

@@ -90,6 +90,10 @@ NAMES = tuple(feature.name for feature in FEATURES)
 """The names of all features."""
 
 
+WITH_ALL_GRADIENTS = frozenset(NAMES) - {"carried_updates"}
+"""The features for optimizers that need all gradients before their first update."""
+
+
 def features_of(only: str | Iterable[str] | None) -> frozenset[str]:
     """Returns the names of the features that ``only`` allows; all for None.
 

@@ -11,7 +11,7 @@ from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.plan_values import PlanValueError, device_lists
 from dapple_tf.describe.profile import Profile
-from dapple_tf.planning.plan_request import FOUND_LAST, Changes, Move, PlanRequest
+from dapple_tf.planning.plan_request import FOUND_AGAIN, FOUND_LAST, Changes, Move, PlanRequest
 from dapple_tf.planning.recompute_modes import modes_on
 
 logger = logging.getLogger(__name__)
@@ -22,12 +22,6 @@ _MOST_CHANGES = 1000
 """The most changes of one plan that are taken from a move: it may yield them without end."""
 _NOT_BY_MOVES = {"global_batch_size", *FOUND_LAST}
 """Options that moves don't change: the user's, and the planner's last ones."""
-
-NOT_BY_OWN_MOVES = (
-    *("warm_up", "reverse_first_k", "bucket_bytes", "wait_free", "carried_updates", "task_seconds", "jit_compile"),
-    *("operator_devices", "shares"),
-)
-"""Options that follow from the others, or that the planner's own moves leave alone."""
 
 
 def neighbours(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
@@ -50,7 +44,7 @@ def _legal(plan: Plan, request: PlanRequest, moves: Iterable[Changes]) -> Iterat
     for changes in moves:
         try:
             modes = modes_on(plan, device_lists(changes.get("devices", plan.devices)))
-            neighbour = plan.with_options(**{**FOUND_LAST, "shares": None, "recompute": modes, **changes})
+            neighbour = plan.with_options(**{**FOUND_AGAIN, "recompute": modes, **changes})
             if "shares" not in changes:
                 neighbour = request.shared(neighbour)
         except PlanValueError:

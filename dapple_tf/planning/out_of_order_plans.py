@@ -21,7 +21,7 @@ from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.chunks import chunked
-from dapple_tf.planning.plan_request import FOUND_LAST, PlanRequest
+from dapple_tf.planning.plan_request import FOUND_AGAIN, PlanRequest
 from dapple_tf.planning.recompute_modes import modes_on
 from dapple_tf.planning.stage_cuts import by_device, by_time
 from dapple_tf.schedules.policy import Policy
@@ -211,7 +211,7 @@ def _one_group_per_device(plan: Plan) -> bool:
 def _legal(base: Plan, request: PlanRequest, **changes: Any) -> Iterator[Plan]:
     """Yields the plan with changes and its stages' times, if that is a legal plan."""
     try:
-        dropped = {**FOUND_LAST, "task_seconds": None, "shares": None}
+        dropped = {**FOUND_AGAIN, "task_seconds": None}
         dropped |= {"recompute": modes_on(base, changes.get("devices", base.devices))}
         plan = request.shared(base.with_options(**(dropped | changes)))
         if isinstance(request.first_k, int):

@@ -29,7 +29,7 @@ from dapple_tf.errors import names_checked
 from dapple_tf.planning.choice import Choice, simplest
 from dapple_tf.planning.early_reductions import competes, cut_trials
 from dapple_tf.planning.latency import pipeline_latency, stage_times
-from dapple_tf.planning.local_search import NOT_BY_OWN_MOVES, neighbours
+from dapple_tf.planning.local_search import neighbours
 from dapple_tf.planning.out_of_order_search import OutOfOrderSearch
 from dapple_tf.planning.placement import Placements, links_of
 from dapple_tf.planning.plan_reasons import Derivation, attempts, report, shortage
@@ -426,8 +426,8 @@ class _Planner:
         plan = self.handed_on(dataclasses.replace(plan, backward_cuts=()))
         if plan.num_stages == 1 and plan.policy.planning.formula:
             plan = dataclasses.replace(plan, schedule=self.request.searched[0])
-        # Only moves of the user's own change these, except shares.
-        others = tuple(plan.options[name] for name in ("recompute", *NOT_BY_OWN_MOVES))
+        in_key = ("cuts", "devices", "micro_batches", "schedule")
+        others = tuple(value for name, value in plan.options.items() if name not in (*in_key, *FOUND_LAST))
         key = (plan.cuts, plan.devices, plan.micro_batches, plan.schedule, *others)
         if key in self.choices and (self.choices[key] is not None or not certainly):
             return self.choices[key]

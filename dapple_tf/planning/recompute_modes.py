@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from dapple_tf.describe.plan import Plan
-from dapple_tf.planning.plan_request import FOUND_LAST, PlanRequest
+from dapple_tf.planning.plan_request import FOUND_AGAIN, PlanRequest
 from dapple_tf.planning.stage_cuts import by_time
 from dapple_tf.simulation.stage_cost import stage_cost
 
@@ -87,7 +87,7 @@ def recomputing_by_stage(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
     """Yields plans whose stages keep residuals by their own memory, some with moved cuts."""
     if not request.allows("stage_recompute") or len(request.modes) == 1:
         return
-    plan = plan.with_options(**FOUND_LAST, shares=None)
+    plan = plan.with_options(**FOUND_AGAIN)
     used = [device for devices in plan.devices for device in devices]
     for _ in range(_EVENED):
         modes = modes_by_memory(plan, request)

@@ -302,7 +302,7 @@ class CostModel:
     # ---- rows in shards
 
     def table_bytes(self, stage: int) -> int:
-        """Returns the bytes of a stage's tables of which each of its devices keeps a shard; 0 without `row_shards`."""
+        """Returns the bytes of a stage's tables of which each of its devices keeps a shard."""
         if "rows" not in self.plan.shards or len(self.plan.devices[stage]) < 2:
             return 0
         return sum(layer.table_bytes for layer in self.profile.layers[slice(*self.stages[stage].layers)])
@@ -546,12 +546,10 @@ class CostModel:
                 if fixed < limit:
                     fix += ", smaller micro-batches, or more replicas"
                     fix += ", or recompute='boundary'" if self.plan.stages[stage].recompute == "none" else ""
-                shares = self.plan.stages[stage].shares
                 raise PlanError(
-                    f"stage {stage} needs {gib(need)} on {'one' if shares else 'each'} device ({gib(fixed)} for "
-                    f"weights, gradients and optimizer, {gib(own)} for one slice of "
-                    f"{worst.samples if shares else self.samples(stage)} samples), {gib(need - limit)} more than "
-                    f"{'that device' if shares else 'its smallest device'} has ({gib(limit)}): {fix}"
+                    f"stage {stage} needs {gib(need)} on a device ({gib(fixed)} for weights, gradients and optimizer, "
+                    f"{gib(own)} for one slice of {worst.samples} samples), {gib(need - limit)} more than that device "
+                    f"has ({gib(limit)}): {fix}"
                 )
 
     # ---- schedule

@@ -203,7 +203,7 @@ def _fastest_plan(simulation: Simulation, factors: Mapping[int, float]) -> tuple
     plans = [with_shares(dataclasses.replace(plan, backward_cuts=()), costs.profile, cluster)]
     if plan.backward_cuts:
         plans.append(with_shares(plan, costs.profile, cluster))
-    if cluster.num_devices <= _MOST_DEVICES and plan.operator_devices is None:
+    if cluster.num_devices <= _MOST_DEVICES and not plan.places_operators:
         plans.append(plan_anew(plan, costs.profile, cluster))
     present = run(CostModel(plan, costs.profile, cluster)).latency
     timed = [(plan, present)]

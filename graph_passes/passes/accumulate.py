@@ -85,7 +85,7 @@ class Accumulate:
         for parts_of_task in pieces.values():
             for before, after_it in itertools.pairwise(parts_of_task):
                 nodes[after_it[0]].input.extend(f"^{name}" for name in before[1:])  # and finds its memory free
-        return program.replace(graph=graph, step=dataclasses.replace(step, exit=exits, pieces=pieces))
+        return program.replace(graph=graph, step=dataclasses.replace(step, exit=exits, pieces=pieces, accumulated=True))
 
     def _tasks(self, program: Program, stage: int, phase: Phase, replica: int) -> Sequence[Task]:
         return sorted(

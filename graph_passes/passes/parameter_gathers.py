@@ -45,7 +45,7 @@ class ParameterGathers:
     Attributes:
         tensors: (parameter, stage, replica) -> its whole value on the replica's device.
         reads: (stages of a parameter group, device) -> the nodes that read its shards there.
-        begins: (stage, replica) -> the nodes that must wait if its gathers are to.
+        begins: (stage, replica) -> the nodes that wait for its turn; none if its device runs no other stage.
     """
 
     def __init__(self, options: Replicate, builder: Builder, functions: list[FunctionDef]) -> None:

@@ -73,7 +73,7 @@ class Reduction:
 
     def accumulate_nothing(self, applied: Calls) -> None:
         """Makes replicas without samples in this step contribute zeros, once carried gradients have been used."""
-        if not self._options.accumulated:
+        if not self._step.accumulated:
             return  # `_contribution` gives them.
         for stage, devices in enumerate(self.nodes.devices):
             for replica, device in enumerate(devices):
@@ -189,7 +189,7 @@ class Reduction:
         accumulators = self.nodes.contributors[variable.name]
         parts = []
         for stage in stages:
-            if stage in accumulators and self._options.accumulated:
+            if stage in accumulators and self._step.accumulated:
                 own = accumulators[stage]
                 parts.append(read(builder, own.name, own.dtype, own.shape))
             elif stage in accumulators:
