@@ -43,7 +43,7 @@ _ANY_PROFILE = Profile("any", "none", (1,), (LayerProfile("layer", Cost(), Cost(
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, and what it was made from.
+    """A plan, with its profile and cluster.
 
     Attributes:
         plan: the plan.
@@ -106,7 +106,7 @@ def plan_model(
 
 
 def beside_values(model: keras.Model, cluster: Cluster) -> Cluster:
-    """Returns a cluster with the memory that a model's own values leave on GPUs, beside those that steps use.
+    """Returns a cluster with GPU memory less the model's own values.
 
     Warns once of GPUs that keep many.
     """

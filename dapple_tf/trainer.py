@@ -159,7 +159,7 @@ class PipelinedModel(Inspection, KerasMethods):
         return [*self._compilation(), *self.model.variables, None, *self.model.trainable_variables]
 
     def _compilation(self) -> list[Any]:
-        """Those of them that ``compile`` replaces."""
+        """Attributes that ``compile`` replaces."""
         model = self.model
         rate = learning_rate_of(inner_optimizer(model.optimizer))
         return [model.optimizer, rate, compiled_loss(model), compiled_metrics(model)]

@@ -49,11 +49,11 @@ LONGEST_SILENCE = 86_400.0
 _LONGEST_CLIENT = 1000
 """Maximum characters of a client's name, which is shown to others and in the worker's log."""
 _SHORTEST_SECRET = 32
-"""Minimum characters of a client's secret; those of this package's clients have 256 bits."""
+"""Minimum characters of a client's secret; this package's clients have 256 bits."""
 _RECORDS = 8
 """Number of clients that a worker remembers, to tell them how their processes ended."""
 _STRANGER = "another client"
-"""What is told in place of a client's name to those who don't have its secret."""
+"""Text in place of a client's name, for others without its secret."""
 _DIRECTLY = "no_grpc_proxy"
 """Environment variable with the hosts that gRPC reaches without a proxy, in place of ``no_proxy``."""
 _FLOCK = "@hhqqi0q"
@@ -118,7 +118,7 @@ class Lease:
         return time.monotonic() - float(struct.unpack_from("d", self._pulse, 0)[0])
 
     def holder(self) -> Holder | None:
-        """Returns the process that holds it, by the kernel, and what it has recorded; None if nobody holds it."""
+        """Returns the holding process, by the kernel, and its record; None without one."""
         wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
         kind, _, _, _, process = struct.unpack(_FLOCK, fcntl.fcntl(self._file, fcntl.F_GETLK, wanted))
         return None if kind == fcntl.F_UNLCK else self.record(process) or Holder(process, "", "")

@@ -158,7 +158,7 @@ def is_cast(variable: keras.Variable) -> bool:
 
 
 def is_current(scope: keras.StatelessScope) -> bool:
-    """Returns whether layers read and assign the values of a scope now, not those of another one inside it."""
+    """Returns whether layers read and assign the values of this scope now, not of an inner one."""
     return get_stateless_scope() is scope
 
 

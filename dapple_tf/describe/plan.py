@@ -519,7 +519,7 @@ class Plan(JsonFile):
 
     @property
     def flat_stages(self) -> frozenset[int]:
-        """The stages whose operators are placed one by one: all if any are, but for those that XLA compiles."""
+        """Stages with operator placement: none, or all that XLA doesn't compile."""
         if not self.places_operators:
             return frozenset()
         return self.spread_stages if self.compiled else frozenset(range(self.num_stages))

@@ -12,7 +12,7 @@ from graph_passes.ir.program import Layout, Program, Stage
 
 
 def limited_devices(plan: Plan, cluster: Cluster) -> dict[int, int]:
-    """Returns device -> bytes of its memory, for those of a plan's devices whose memory limits micro-batches."""
+    """Returns device -> bytes of memory, for devices whose memory limits micro-batches."""
     if plan.places_operators:
         return {}  # A stage's memory is that of several devices, within which its operators are placed.
     devices = {device for replicas in plan.devices for device in replicas}

@@ -83,7 +83,7 @@ def full_step(source: StepSource, plan: Plan) -> StepKind:
 def complete_step(
     passes: StepPasses, source: StepSource, kind: StepKind, instruments: Sequence[Instrument] = ()
 ) -> Program:
-    """Returns a step after all passes, but for those that place single operators."""
+    """Returns a step after all passes, except placement of single operators."""
     built = source.built
     schedule = passes.schedule(built, passes.layout(kind.samples), source.holdings)
     in_shards = parameters_in_shards(source.holdings)

@@ -78,7 +78,7 @@ class StepPasses:
         return len(self.on_gpus) == self.plan.num_stages
 
     def shards(self, stages: Sequence[int]) -> int:
-        """Returns into how many shards the devices of a parameter group divide what its optimizer keeps."""
+        """Returns the number of shards of a parameter group's slots."""
         if not self.plan.shards:
             return 1
         return len({device for stage in stages for device in self.devices[stage]})

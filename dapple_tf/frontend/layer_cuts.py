@@ -108,7 +108,7 @@ def with_functions(
 
 
 def innermost_calls(model: keras.Model, calls: Sequence[LayerCall]) -> list[LayerCall]:
-    """Returns consecutive calls of layers that a plan may cut after: those of the model, and of models nested in it."""
+    """Returns consecutive calls of layers that a plan may cut after, nested models' included."""
     innermost: list[LayerCall] = []
 
     def visit(container: Any, prefix: str, start: int, stop: int) -> None:
@@ -167,7 +167,7 @@ def legal_cuts(cuts: Sequence[str], attempt: Callable[[tuple[str, ...]], object]
 
 
 def _without_empty_stages(assign: Callable[[tuple[str, ...]], Program], cuts: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns cuts without those that leave a stage without its own nodes.
+    """Returns the cuts after which each stage has nodes of its own.
 
     A stage of integers alone (masks, positions) has none: each stage that reads these computes them. It joins the next
     stage; the last one joins the previous stage.

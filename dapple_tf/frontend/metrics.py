@@ -135,7 +135,7 @@ class RunningMetrics:
         self._assign(tracker.count, np.asarray(self._read(tracker.count) + weight))
 
     def results(self, mode: str, metrics: Sequence[Any] | None = None) -> dict[str, Any]:
-        """Returns the model's logs after a step: its metrics' values, or what its own step returns.
+        """Returns the model's logs after a step: its metrics' values, or its own step's result.
 
         Args:
             mode: the step's.

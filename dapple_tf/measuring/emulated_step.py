@@ -119,7 +119,7 @@ class EmulatedStep:
             self.end = self._add_end(used[0])
 
     def _add_all(self, simulated: Simulation) -> None:
-        """Adds tasks, reductions and updates, each after what it needs; the simulator has shown that it is possible."""
+        """Adds tasks, reductions and updates, each after its inputs, in the simulated order."""
         phases = {phase.value: phase for phase in Phase}
         work: dict[int, list[Task | _Update]] = {}
         for device, spans in simulated.timeline.items():

@@ -221,7 +221,7 @@ class Pieces:
         return cls(compile_problem(joining.graph(), problem.topology), joining.piece.tolist())
 
     def spread(self, devices: list[int]) -> list[int]:
-        """Returns the operators' devices, given those of the pieces."""
+        """Returns the operators' devices, from the pieces'."""
         return [devices[piece] for piece in self.piece]
 
 

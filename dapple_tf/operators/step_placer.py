@@ -404,7 +404,7 @@ def _with_replicas(graph: GraphDef, layout: Layout) -> GraphDef:
 
 
 def _counterparts(graph: GraphDef, placed_of: Mapping[str, str]) -> dict[str, str]:
-    """Maps calls and other marked nodes of a step to those of the replicas whose operators are placed.
+    """Maps calls and other marked nodes of a step to nodes of placed replicas.
 
     Nodes with the same marks are alike in the order of the graph, if there are as many on both devices.
     """
@@ -445,7 +445,7 @@ def _put_in_turn(graph: GraphDef) -> None:
 
 
 def own_operators(flat: FlatStep, device: str) -> tuple[GraphDef, dict[Ref, Shape | None]]:
-    """Returns the operators on a device, those of its first micro-batch and of no other, and all shapes."""
+    """Returns a device's operators of its first micro-batch or none, and all shapes."""
     own, outside = _stage_graph(flat.program.graph, device)
     return searched(own), {**flat.shapes, **{Ref(name): flat.shapes.get(ref) for name, ref in outside.items()}}
 

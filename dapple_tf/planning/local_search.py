@@ -21,7 +21,7 @@ _GROUPS = 4
 _MOST_CHANGES = 1000
 """The most changes of one plan that are taken from a move: it may yield them without end."""
 _NOT_BY_MOVES = {"global_batch_size", *FOUND_LAST}
-"""Options that moves don't change: the user's, and those that the planner finds last."""
+"""Options that moves don't change: the user's, and the planner's last ones."""
 
 
 def neighbours(plan: Plan, request: PlanRequest) -> Iterator[Plan]:

@@ -186,7 +186,7 @@ def least_seconds(costs: CostModel) -> float:
 
 
 def name(plan: Plan) -> str:
-    """Returns what is out of order in a plan, briefly: ``zb_h2, stages 0-3 and 4-7 in chunks, k = 2``; else empty."""
+    """Returns a plan's out-of-order options: ``zb_h2, stages 0-3 and 4-7 in chunks, k = 2``; else empty."""
     parts = [str(plan.policy)] if not plan.policy.planning.formula else []
     runs = groups(plan)
     used = [device for _, devices in runs for device in devices]

@@ -338,7 +338,7 @@ class OutOfOrderSearch:
         return _SORTED_TASKS * 3 * plan.num_stages * plan.micro_batches * runs
 
     def _estimate(self, plan: Plan) -> float:
-        """Estimates the seconds of a step whose only bubbles are those of the first and the last micro-batch.
+        """Estimates the seconds of a step with bubbles of the first and last micro-batch alone.
 
         Formula 1 of DAPPLE (section 4.1) for orders in which Bw fill bubbles.
         """

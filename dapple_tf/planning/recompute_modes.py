@@ -41,7 +41,7 @@ def modes_on(plan: Plan, devices: Sequence[Sequence[int]]) -> tuple[str, ...]:
 
 
 def modes_by_memory(plan: Plan, request: PlanRequest) -> tuple[str, ...]:
-    """Returns for each stage the mode that keeps most among those that don't limit its micro-batches in flight.
+    """Returns each stage's mode that keeps most without limiting micro-batches in flight.
 
     Stages from the last to the first have ever more micro-batches in flight, so that the last ones may keep what the
     first ones have to compute again. A stage that no mode suffices for has the one that keeps least.
@@ -84,7 +84,7 @@ def evened(plan: Plan, request: PlanRequest) -> tuple[str, ...]:
 
 
 def recomputing_by_stage(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
-    """Yields plans whose stages keep what their own memory suffices for, some with more layers for those that do."""
+    """Yields plans whose stages keep residuals by their own memory, some with moved cuts."""
     if not request.allows("stage_recompute") or len(request.modes) == 1:
         return
     plan = plan.with_options(**FOUND_AGAIN)

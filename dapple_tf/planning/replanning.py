@@ -156,7 +156,7 @@ class Growth(NamedTuple):
 
     @property
     def gain(self) -> str:
-        """What is gained, for messages."""
+        """The gain, for messages."""
         if self.present is None or self.latency is None:
             return "the gain isn't predicted"
         if math.isinf(self.present):
@@ -210,7 +210,7 @@ class Replanner:
         former: Mapping[tuple[str, ...], Deployment],
         there: Collection[str],
     ) -> Growth | None:
-        """Returns a deployment on the present workers and those that have come back, or None if nothing is gained.
+        """Returns a deployment on present and returned workers, or None without a gain.
 
         The plan is that of `without`. With a profile, the simulated step must be faster than the present one by
         `LEAST_GAIN`. Without one, and for plans that place single operators, more devices must work than at present.

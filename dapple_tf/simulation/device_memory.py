@@ -73,7 +73,7 @@ _Work = tuple[tuple[int, int], ...]
 
 
 def device_needs(costs: CostModel) -> tuple[tuple[tuple[DeviceNeed, int | None], ...], ...]:
-    """Returns for each stage what its devices need, and their memory; devices with the same work need the same."""
+    """Returns each stage's needed and available memory, by devices with the same work."""
     plan, first = costs.plan, Interval(0, costs.micro_batches[0].size)
     samples = [
         dict(zip(devices, plan.largest_slices(stage, first), strict=True)) for stage, devices in enumerate(plan.devices)

@@ -124,7 +124,7 @@ class Reductions:
         return not unit.unready and not unit.before
 
     def over(self, position: int, stages: Sequence[int]) -> Iterator[int]:
-        """Notes that a unit of these stages has been reduced; yields those that can be reduced now."""
+        """Notes a reduced unit of these stages; yields units that can be reduced now."""
         for stage in stages:
             self.unreduced[stage] -= 1
         for after in self.units[position].after:

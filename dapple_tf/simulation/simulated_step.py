@@ -528,7 +528,7 @@ class SimulatedStep:
             self.look_up(number, index)
 
     def look_up(self, number: int, index: int | None) -> None:
-        """Sends the rows that a forward needs from those that keep them, once its device's link is free.
+        """Sends a forward's rows from their keepers, once its device's link is free.
 
         All replicas look up about as much, so that links are as busy with what devices send.
         """

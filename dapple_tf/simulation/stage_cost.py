@@ -63,7 +63,7 @@ class StageCost:
 
     @property
     def apply_bytes(self) -> int:
-        """Bytes that the optimizer's update uses besides what is stored; 0 if the profile has no buffers."""
+        """Temporary bytes of the optimizer's update; 0 if the profile has no buffers."""
         return 0 if self.buffers is None else self.buffers.apply
 
     @property

@@ -420,7 +420,7 @@ class _Crossing:
         return self.memory.arrival(part.sender, device, part.leg, self.there[part.sender])
 
     def _used(self, own: _Slice) -> float:
-        """Returns until when a slice is needed: by its own stage, and by those that it is sent to."""
+        """Returns until when a slice is needed, by its own stage and its receivers."""
         ends = [self.memory.last_use(self.tensor, own.stage, self.times[own])]
         ends += [self._used(part.receiver) if part.inside else self._arrival(part) for part in self.parts[own]]
         return max(ends)

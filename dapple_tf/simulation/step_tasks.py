@@ -140,7 +140,7 @@ class StepTasks:
 
 
 class TaskMessages:
-    """What each task sends by itself, not what it hands on."""
+    """Messages that each task originates, without forwarded ones."""
 
     def __init__(self, costs: CostModel, numbers: TaskNumbers, split: Collection[int]) -> None:
         self._costs, self._numbers, self._split = costs, numbers, split

@@ -1,4 +1,4 @@
-"""A step on GPUs, told without one: what TensorFlow has no kernel for, and what it copies between memories.
+"""Operators of a step without kernels on GPUs, and copies between memories.
 
 A node of the top level runs on the device that it names, or the session refuses the whole graph. A node of a function
 runs on the device of the call; without a kernel there TensorFlow puts it on its process's first CPU, and copies what it
@@ -179,7 +179,7 @@ class _Walk:
         return (next(iter(devices.values())) for devices in users.values() if len(devices) > 1)
 
     def _on_cpu(self, name: str) -> list[NodeDef]:
-        """Returns the handles of variables without a kernel that a function makes, and those that it calls."""
+        """Returns handles of variables without a kernel made by a function or its callees."""
         if name not in self._handles:
             self._handles[name] = handles = []
             for node in self._functions[name].node_def if name in self._functions else ():

@@ -372,7 +372,7 @@ class ElementOrigins:
         return (Part(Origin.SAMPLES if own else Origin.PLACES, ref),)
 
     def _columns(self, node: NodeDef, ref: Ref, given: list[Parts]) -> Parts | None:
-        """Handles columns of a list of places: those of other axes than the batch's are places within a sample."""
+        """Handles columns of a list of places; axes after the batch's are within a sample."""
         source = data_inputs(node)[0]
         while self._view.nodes[source.node].op in ("Identity", "Cast"):
             source = data_inputs(self._view.nodes[source.node])[0]

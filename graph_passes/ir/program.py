@@ -305,7 +305,7 @@ class Value(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StageFunction:
-    """A library function and what its arguments and results mean.
+    """A library function and the meaning of its arguments and results.
 
     Attributes:
         function: the function.
@@ -478,7 +478,7 @@ class Stage:
 
     @property
     def gives_gradients(self) -> Phase:
-        """The phase that takes the gradients of what the stage sends, and gives those of what it receives."""
+        """The phase that takes gradients of sent tensors, and gives gradients of received ones."""
         return Phase.INPUT_GRAD if self.split else Phase.BACKWARD
 
     @property
@@ -645,7 +645,7 @@ class Fact(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A GraphDef and what its tensors mean.
+    """A GraphDef and the meaning of its tensors.
 
     Attributes:
         graph: the flat graph until ``replicate``; then the step's top level. Its library holds all functions so far.
@@ -700,7 +700,7 @@ class Program:
 
     @property
     def facts(self) -> frozenset[Fact]:
-        """What it has; see :class:`Fact`."""
+        """Its facts; see :class:`Fact`."""
         step, stages = self.step, self.stages
         loss = None if self.roles.loss is None else Value(self.roles.loss, ValueKind.GRADIENT)
         has = {

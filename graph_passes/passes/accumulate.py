@@ -100,7 +100,7 @@ def _function(name: str, sources: Sequence[Contribution], mode: str) -> Function
 
 
 def _parts(step: Step, task: Task, sources: Sequence[Contribution]) -> list[tuple[int | None, Sequence[Contribution]]]:
-    """Returns what is added up at once: all of a task's contributions, or (number of a piece, its contributions)."""
+    """Returns contributions that are added at once: of a whole task, or of each piece."""
     if task not in step.pieces:
         return [(None, sources)]
     makers = {source: step.values[task, source.value].node for source in sources}

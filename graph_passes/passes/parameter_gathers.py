@@ -56,7 +56,7 @@ class ParameterGathers:
         self._gathers = 0
 
     def add(self, stage: Stage, variables: Mapping[str, Variable], replicas: Iterable[int]) -> None:
-        """Gathers the parameters in shards that a stage reads, but for those of which rows are looked up before F.
+        """Gathers the sharded parameters that a stage reads, except tables looked up before F.
 
         Args:
             stage: the stage.

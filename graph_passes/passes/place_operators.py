@@ -214,7 +214,7 @@ class _Placement:
         return self.view.ancestors(self._fetched) if self.step.gradients else set()
 
     def _chain(self) -> dict[str, list[str]]:
-        """Returns for each operator those that it has to wait for because they come before it on its device."""
+        """Returns each operator's predecessors in its device's queue."""
         step, apart = self.step, self._apart
         needed = self.view.ancestors([*self._told, *([Ref(step.train)] if step.train else [])])
         last: dict[tuple[str, bool], str] = {}
