@@ -146,7 +146,7 @@ def emulate(
     clock = StepClock(costs, scale, catch_up=catch_up)
     step = EmulatedStep(graph, clock, simulated)
     config = bare_config(CPU=len(devices), GPU=0)
-    config.inter_op_parallelism_threads = len(devices) + _most_pending(graph, simulated) + 16
+    config.inter_op_parallelism_threads = len(devices) + _most_pending(simulated) + 16
     config.intra_op_parallelism_threads = 1
     config.use_per_session_threads = True  # otherwise the process' first session decides the number of threads
     measured = []
@@ -185,7 +185,7 @@ def _choose_scale(simulated: Simulation) -> float:
     return min(wanted, _LONGEST_STEP / simulated.latency)
 
 
-def _most_pending(graph: ActivityGraph, simulated: Simulation) -> int:
+def _most_pending(simulated: Simulation) -> int:
     """Returns the maximum number of simultaneous transfers and reductions: each has its own thread.
 
     What a task sends counts from its start on, so that relays count from their own forward's.
@@ -197,7 +197,7 @@ def _most_pending(graph: ActivityGraph, simulated: Simulation) -> int:
             ready = over.get((span.device, span.stage, span.micro_batch), 0.0) if span.leg is not None else 0.0
             changes += [(ready, 1), (span.end, -1)]
         elif span.reduction is not None:
-            count = len(graph.costs.reductions[span.reduction].devices)
+            count = len(simulated.costs.reductions[span.reduction].devices)
             changes += [(0.0 if span.cause is None else simulated.spans[span.cause].start, count), (span.end, -count)]
         else:
             over.setdefault((span.device, span.stage, span.micro_batch), span.start)

@@ -15,12 +15,12 @@ from typing import Any
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile
-from dapple_tf.simulation.activities import JOIN, SEND, ActivityGraph
+from dapple_tf.simulation.activities import JOIN, ActivityGraph
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.least_times import LeastTimes
 from dapple_tf.simulation.shared_cores import Running, SharedCores
 from dapple_tf.simulation.simulation import Simulation
-from dapple_tf.view.timeline import ALL_REDUCE, Span
+from dapple_tf.view.timeline import ALL_REDUCE, SEND, Span
 from graph_passes.ir.tasks import Phase, Schedule
 
 __all__ = ["Simulation", "run", "run_activities", "simulate", "tried"]
