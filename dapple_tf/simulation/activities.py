@@ -134,7 +134,7 @@ class ActivityGraph:
         return start + own.first[task.stage][task.phase._value_] + task.replica
 
     def inputs(self) -> list[list[int]]:
-        """Returns for each activity what it waits for, but for the previous ones on its device."""
+        """Returns each activity's predecessors, besides the previous ones on its device."""
         inputs: list[list[int]] = [[] for _ in self.activities]
         for number, after in enumerate(self.after):
             for step in after:
@@ -155,7 +155,7 @@ class ActivityGraph:
     # ---- tasks and messages
 
     def _add_micro_batch(self, number: int) -> tuple[int, _MicroBatch]:
-        """Adds the tasks and messages of a micro-batch: those of all micro-batches of a size are alike."""
+        """Adds a micro-batch's tasks and messages, alike for all of a size."""
         start, size = len(self.activities), self.costs.micro_batches[number].size
         own = self._kinds.get(size)
         if own is None:
@@ -167,7 +167,7 @@ class ActivityGraph:
         return start, own
 
     def _check_tasks(self) -> None:
-        """Checks that devices run the tasks that they get messages for."""
+        """Checks that tasks are on the plan's devices, and receivers of messages among them."""
         for device, queue in self.queues.items():
             for number, task in zip(queue, self.orders[device], strict=True):
                 if self.activities[number].device != device:
@@ -186,7 +186,7 @@ class ActivityGraph:
                     )
 
     def _receivers(self, number: int) -> Iterator[int]:
-        """Yields the tasks that get what an activity makes, over whatever relays."""
+        """Yields the tasks that get an activity's results, also over relays."""
         for step in self.after[number]:
             if self.activities[number + step].kind in (SEND, JOIN):
                 yield from self._receivers(number + step)
@@ -224,7 +224,7 @@ class ActivityGraph:
         return orders
 
     def _end_before(self, number: int, over: set[int]) -> None:
-        """Ends what follows from the end of an activity of an earlier step."""
+        """Ends the messages and relays of an activity of an earlier step."""
         for step in self.after[number]:
             other = number + step
             self.waiting[other] -= 1
@@ -240,7 +240,7 @@ class ActivityGraph:
     # ---- rows in shards
 
     def _add_lookups(self, *, next_forward: bool) -> dict[int, int]:
-        """Adds the look-ups of rows, each for one forward, one task ahead of it; returns the stage of each.
+        """Adds forwards' look-ups of rows, one task ahead; returns their stages.
 
         All replicas look up about as much, so that links are as busy with what devices send.
         """
@@ -418,7 +418,7 @@ class _MicroBatch:
         return first
 
     def _add_relay(self, leg: Leg) -> int:
-        """Adds joins of a relay's slices: each is there when all parts have come, a gradient with the relay's own."""
+        """Adds joins of a relay's slices: complete with all parts, a gradient with its own."""
         devices = self.costs.plan.devices[leg.receiver]
         numbers = [
             self._add(Activity(JOIN, leg.receiver, replica, device, leg=leg.number))
@@ -427,7 +427,7 @@ class _MicroBatch:
         return numbers[0]
 
     def _add_messages(self, stage: int) -> None:
-        """Adds what a stage's tasks send: gradients to the nearest stage first, and those that are handed on last."""
+        """Adds a stage's messages: gradients to the nearest stage first, relayed ones last."""
         first, costs = self.first[stage], self.costs
         for leg in costs.outgoing[stage]:
             self._send(leg, first[F._value_], backward=False)

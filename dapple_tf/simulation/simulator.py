@@ -196,7 +196,7 @@ class _Step:
         self.saved: _Step | None = None
 
     def _rest(self) -> dict[int, list[float]]:
-        """Returns for each device's tasks the least seconds from their start to the end of the step, however it is cut.
+        """Returns the least seconds from each task's start to the end of the step.
 
         Raises:
             TooSlowError: the step takes longer than the limit.
@@ -297,7 +297,7 @@ class _Step:
             self.begin(number, index)
 
     def begin(self, number: int, index: int | None) -> None:
-        """Begins an activity that waits for nothing any more, or puts it in the queue of its device."""
+        """Begins a ready activity, or puts it in the queue of its device."""
         kind, stage, replica, device, busy, latency, ports, target, size, leg, reduction = self.activities[number]
         if kind == JOIN:
             self.over(number, index)

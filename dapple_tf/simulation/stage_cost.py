@@ -169,7 +169,7 @@ class _Step(NamedTuple):
         return self.temporary.at(samples) + self.passing.at(samples) + self.recomputed.at(samples)
 
     def without_weights(self, samples: int) -> float:
-        """Returns the peak bytes of the layer's part of Bx, beyond those that Bx makes for Bw."""
+        """Returns the peak bytes of the layer's part of Bx, without results for Bw."""
         own = self.temporary.at(samples) - self.gradients - self.partial.at(samples)
         return max(0.0, own) + self.passing.at(samples) + self.recomputed_input.at(samples)
 
@@ -228,11 +228,11 @@ class StageBuffers:
         return {}
 
     def working_input(self, samples: int) -> float:
-        """Returns the bytes that a running Bx uses besides, beyond those that it makes for Bw."""
+        """Returns the working bytes of a running Bx, without results for Bw."""
         return max(step.without_weights(samples) for step in self._steps)
 
     def working_weight(self, samples: int) -> float:
-        """Returns the bytes that a running Bw uses besides: its results, and what it computes again."""
+        """Returns the working bytes of a running Bw: results and recomputed residuals."""
         return self.gradients + self.by_weight.at(samples)
 
     def most(self, samples: int, phase: Phase) -> float:
@@ -363,14 +363,14 @@ def _adds(profile: Profile, layer: int, size: Cost) -> bool:
 
 
 class _Unread(NamedTuple):
-    """Residuals of a stage that the backwards of its first layers read: all, and those of them that Bw doesn't read."""
+    """Residuals that the backwards of a stage's first layers read: all, and without Bw's."""
 
     all: Cost
     input: Cost
 
 
 def _unread(layers: Sequence[LayerBuffers], inside: Sequence[Tensor], start: int) -> list[_Unread]:
-    """Returns for each layer of a stage what its own and earlier layers' backwards read.
+    """Returns each layer's residuals that its own and earlier layers' backwards read.
 
     Args:
         layers: the buffers of its layers.
