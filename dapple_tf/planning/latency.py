@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from dapple_tf.simulation.activities import reduction_pieces
 from dapple_tf.simulation.cost import CostModel
-from dapple_tf.simulation.simulated_reductions import reduction_pieces
 
 
 class StageTime(NamedTuple):

@@ -12,14 +12,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from dapple_tf.simulation.simulated_reductions import carried_stages
+from dapple_tf.simulation.activities import carried_stages
 from dapple_tf.view.timeline import LINK_KINDS
 from graph_passes.ir.tasks import Phase
 
 if TYPE_CHECKING:
     from dapple_tf.describe.profile import Tensor
     from dapple_tf.simulation.simulation import Simulation
-    from dapple_tf.simulation.stage_buffers import StageBuffers
+    from dapple_tf.simulation.stage_cost import StageBuffers
     from dapple_tf.view.timeline import Span
 
 
