@@ -6,8 +6,7 @@ import collections
 import dataclasses
 import functools
 import logging
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 
@@ -27,7 +26,7 @@ from dapple_tf.measuring.links import measure_links
 from dapple_tf.measuring.measured_steps import fastest_plan, measure_capacity
 from dapple_tf.measuring.profiled_model import TimeBudget
 from dapple_tf.measuring.profiler import profile
-from dapple_tf.planning.plan_request import PlanRequest
+from dapple_tf.planning.plan_request import WITH_ALL_GRADIENTS, PlanRequest
 from dapple_tf.planning.planner import find, rivals
 from dapple_tf.simulation.cost import CostModel
 
@@ -40,9 +39,8 @@ _FEW_BYTES = 2**24
 _ANY_PROFILE = Profile("any", "none", (1,), (LayerProfile("layer", Cost(), Cost()),), ())
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A plan, and what it was made from.
+class Planned(NamedTuple):
+    """A plan, with its profile and cluster.
 
     Attributes:
         plan: the plan.
@@ -105,7 +103,7 @@ def plan_model(
 
 
 def beside_values(model: keras.Model, cluster: Cluster) -> Cluster:
-    """Returns a cluster with the memory that a model's own values leave on GPUs, beside those that steps use.
+    """Returns a cluster with GPU memory less the model's own values.
 
     Warns once of GPUs that keep many.
     """
@@ -217,7 +215,7 @@ def _to_run(request: PlanRequest, optimizer: keras.optimizers.Optimizer) -> Plan
     """
     inner = inner_optimizer(optimizer)
     needs_all = inner is not optimizer or getattr(inner, "global_clipnorm", None) is not None
-    return dataclasses.replace(request, only=request.features - {"carried_updates"}) if needs_all else request
+    return dataclasses.replace(request, only=request.features & WITH_ALL_GRADIENTS) if needs_all else request
 
 
 def slice_sizes(global_batch_size: int, devices: int) -> tuple[int, ...]:

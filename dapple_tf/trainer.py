@@ -1,72 +1,39 @@
-"""The Keras front: the pipelined model, whose training loop is Keras' own."""
+"""The pipelined model: Keras' methods, and verifying, dumping, tracing and measuring steps."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
-import logging
-import math
-import os
 import pathlib
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Self
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import keras
-import numpy as np
-import tensorflow as tf
 
-from dapple_tf.checkpoints.checkpoint import Checkpoint, Progress
-from dapple_tf.checkpoints.checkpoint_manifest import Manifest
-from dapple_tf.checkpoints.checkpointing import CheckpointedFit, Checkpointing
-from dapple_tf.common.keras_private import (
-    Makeup,
-    check_compiled,
-    compiled_loss,
-    compiled_metrics,
-    inner_optimizer,
-    learning_rate_of,
-    plain_on_batch,
-    python_logs,
-)
-from dapple_tf.common.units import counted
-from dapple_tf.describe.cluster import Cluster
-from dapple_tf.describe.faults import FaultPolicy
-from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.describe.profile import Profile
-from dapple_tf.errors import DataError, NonFiniteLossError
-from dapple_tf.execution.builds import PREPARED_STEPS, StepResult
-from dapple_tf.execution.runtime import Runtime
-from dapple_tf.execution.step_passes import pipeline
-from dapple_tf.execution.terminal import beside_progress_bar
-from dapple_tf.front.compared_steps import Run
-from dapple_tf.front.examination import check_cuts, examine
-from dapple_tf.front.inspection import Inspection
+from dapple_tf.dumps.dump import dump
+from dapple_tf.errors import DappleError, WorkerLostError
+from dapple_tf.execution.builds import StepRequest, StepResult
+from dapple_tf.execution.growing import GrowthRecord
+from dapple_tf.execution.notes import Note
+from dapple_tf.execution.recovery import FaultRecord
+from dapple_tf.front.compared_steps import Outcome, Reasons, Run, compare_steps, pipelined_steps
 from dapple_tf.front.keras_methods import KerasMethods
-from dapple_tf.frontend.attachment import Hooks, Sync, attached, behind, entered
-from dapple_tf.frontend.batch import Batch, Batches, BatchSpec
-from dapple_tf.frontend.batch_sizes import BatchSizes
-from dapple_tf.frontend.capture import Mode, check_model
-from dapple_tf.frontend.empty_data import Predicted, check_has_batches, no_batch
-from dapple_tf.frontend.initialization import materialize
-from dapple_tf.frontend.metrics import in_order
+from dapple_tf.front.verification import PlainSide, Verification, compare, computed_in
+from dapple_tf.frontend.batch import Batch
+from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.model_front import in_one_thread
 from dapple_tf.frontend.on_workers import OnWorkers, arguments_on_workers
-from dapple_tf.frontend.optimizer_checks import check_optimizer
-from dapple_tf.frontend.own_steps import own_losses
-from dapple_tf.operators.op_costs import OperatorCosts
-from dapple_tf.simulation.simulation import Simulation
-from dapple_tf.simulation.simulator import simulate
-from dapple_tf.tracing.monitoring import PipelineMonitor, StepMonitor
-from dapple_tf.tracing.prediction import Prediction
-from graph_passes.pass_manager import After, Before
-
-logger = logging.getLogger(__name__)
+from dapple_tf.frontend.step_batches import StepBatches
+from dapple_tf.operators.op_graph import OpPlacement
+from dapple_tf.simulation.planned import planned
+from dapple_tf.tracing.step_profile import StepProfile
+from graph_passes.ir.graph import GraphDef
 
 
-class PipelinedModel(Inspection, KerasMethods):
+class PipelinedModel(KerasMethods):
     """A Keras model that trains as a pipeline.
 
     ``fit``, ``evaluate``, ``predict`` and the ``*_on_batch`` methods are those of the user's model, whose training,
@@ -93,331 +60,58 @@ class PipelinedModel(Inspection, KerasMethods):
             Keras does before and after.
     """
 
-    _own = frozenset({"model", "profile", "last_step_seconds"})
-
-    def __init__(
-        self,
-        model: keras.Model,
-        cluster: Cluster,
-        plan: Plan,
-        profile: Profile | None = None,
-        *,
-        on_non_finite_loss: str = "continue",
-        faults: FaultPolicy | None = None,
-        operator_costs: OperatorCosts | None = None,
-        quiet: bool = False,
-        passes: Sequence[After | Before] = (),
-        prepared_steps: int = PREPARED_STEPS,
-    ) -> None:
-        """Takes the arguments of :func:`dapple_tf.transform`; ``quiet`` omits notes, for measuring or comparing."""
-        if on_non_finite_loss not in ("stop", "continue"):
-            raise ValueError(f"on_non_finite_loss={on_non_finite_loss!r} is unknown; use 'stop' or 'continue'")
-        if isinstance(prepared_steps, bool) or not isinstance(prepared_steps, int) or prepared_steps < 1:
-            raise ValueError(f"prepared_steps is {prepared_steps!r}; it must be a whole number from 1 on")
-        super().__init__(model)
-        self.profile = profile
-        self._own_passes = tuple(passes)
-        self.last_step_seconds = 0.0
-        self._sizes = BatchSizes()
-        self._monitor = StepMonitor()
-        self._expect(plan, None if profile is None else simulate(plan, profile, cluster))
-        self._on_non_finite_loss = on_non_finite_loss
-        self._check()
-        self._runtime = Runtime(
-            *(model, cluster, plan, profile, faults or FaultPolicy(), operator_costs),
-            quiet=quiet,
-            pipeline=pipeline(self._own_passes),
-            prepared_steps=prepared_steps,
-        )
-        self._start(examined=not quiet)
-        if model.run_eagerly:
-            logger.warning("model %r is compiled with run_eagerly=True, which pipelined steps ignore", model.name)
-
-    def _start(self, *, examined: bool = False) -> None:
-        """Prepares steps of the model as compiled now; finds the plan's notes, too, if no step follows at once."""
-        materialize(self.model.metrics_variables)  # Keras asks them after every step.
-        self._compiled, self._makeup = self._settings(), Makeup(self.model)
-        self._passes: dict[Mode, Batches] = {}
-        self._begun: set[Mode] = set()  # modes in which the present call has had a batch
-        self._specs: dict[Mode, BatchSpec] = {}
-        self._run_specs: dict[Mode, BatchSpec] = {}  # of the last steps that have run
-        self._steps_left: int | None = 0  # of the epoch, from the one that was begun last; None if unknown
-        passes = self._engine.builder.passes
-        if not examined or max(passes.slices) == 1:
-            check_cuts(self.model, passes)
-            return
-        notes = examine(self.model, passes)
-        if notes is not None:
-            self._engine.builder.notes.take(notes)
-
-    def _check(self) -> None:
-        check_model(self.model, training=True)
-        check_optimizer(self.model.optimizer, self.model.trainable_variables)
-
-    def _settings(self) -> list[Any]:
-        """The objects that step graphs depend on: if one is replaced (by ``compile``, say), they must be made again."""
-        return [*self._compilation(), *self.model.variables, None, *self.model.trainable_variables]
-
-    def _compilation(self) -> list[Any]:
-        """Those of them that ``compile`` replaces."""
-        model = self.model
-        rate = learning_rate_of(inner_optimizer(model.optimizer))
-        return [model.optimizer, rate, compiled_loss(model), compiled_metrics(model)]
-
-    # ---- Keras' methods
-
-    def _fit_with_checkpoints(self, checkpoint: Checkpointing, resume: bool, arguments: dict[str, Any]) -> Any:
-        batch_size = arguments.pop("batch_size")
-        save = functools.partial(self._runtime.save, checkpoint.directory, checkpoint.keep)
-        fit = CheckpointedFit(checkpoint, self.model, batch_size, save, lambda: self._runtime.steps)
-        self._follow()
-        with self._runtime.saver.training(checkpoint.directory, self.model.name):
-            source = fit.resumable() if resume else None
-            if source is not None:
-                self._runtime.restore(source)
-            arguments = arguments_on_workers("fit", arguments, self._runtime.reading(), self._engine.data.groups)
-            x, y = arguments.pop("x", None), arguments.pop("y", None)
-            return self._call("fit", batch_size=batch_size, **fit.arguments(source, x, y, **arguments))
-
-    @contextlib.contextmanager
-    def _running(self, method: str) -> Iterator[Hooks]:
-        """Makes a method of the user's model run its steps here inside the context."""
-        self._follow()
-        hooks = Hooks(
-            train=self._function(Mode.TRAIN, method, "x"),
-            test=self._function(Mode.TEST, method, "validation_data" if method == "fit" else "x"),
-            predict=self._predict,
-            sync=self.sync,
-            agree=self._runtime.agree,
-            between_epochs=functools.partial(self._runtime.agree, epoch=True),
-            steps_left=lambda count: setattr(self, "_steps_left", count),
-        )
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(attached(self.model, hooks))
-            stack.callback(setattr, self, "_passes", self._passes)  # of the enclosing call, if any
-            stack.callback(setattr, self, "_steps_left", self._steps_left)
-            stack.callback(setattr, self, "_begun", self._begun)
-            self._passes = {}
-            self._begun = set()
-            self._steps_left = 0
-            yield hooks
-
-    def _call_own(self, method: str, enter: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._running(method), entered(self.model, method, enter):
-            return getattr(self.model, method)(*args, **kwargs)
-
-    def _call(self, method: str, **kwargs: Any) -> Any:
-        with contextlib.ExitStack() as stack:
-            hooks = stack.enter_context(self._running(method))
-            kwargs = arguments_on_workers(method, kwargs, self._runtime.reading(), self._engine.data.groups)
-            reads = method in ("fit", "evaluate", "predict")
-            if reads:
-                check_has_batches(method, kwargs)
-            if method == "fit":
-                self._watch_by(kwargs.get("callbacks"), stack)
-            if reads:
-                stack.enter_context(beside_progress_bar(kwargs.get("verbose", "auto")))
-            if method == "fit" or kwargs.get("callbacks") is not None:
-                kwargs["callbacks"] = stack.enter_context(behind(Sync(hooks), kwargs.get("callbacks")))
-            if method == "predict":
-                predicted = Predicted(lambda: Mode.PREDICT in self._begun)
-                kwargs["callbacks"] = stack.enter_context(behind(predicted, kwargs.get("callbacks")))
-            return getattr(keras.Model, method)(self.model, **kwargs)
-
-    def _on_batch(self, method: str, **arguments: Any) -> Any:
-        """Does as Keras' own ``train_on_batch`` or ``test_on_batch``, which go through all layers several times."""
-        mode = Mode.TRAIN if method == "train_on_batch" else Mode.TEST
-        simple = arguments.get("class_weight") is None and plain_on_batch(self.model, method)
-        if not simple or any(isinstance(value, OnWorkers) for value in arguments.values()):
-            return self._call(method, **arguments)
-        self._follow()
-        check_compiled(self.model, method)
-        metrics = self._makeup.metrics
-        self._runtime.metrics.reset(metrics)
-        started, begun, self._begun = time.perf_counter(), self._begun, set()
-        try:
-            batch = self._one_batch(mode, tuple(arguments.get(name) for name in ("x", "y", "sample_weight")))
-        finally:
-            self._begun = begun  # of the enclosing call, if any
-        first = batch.spec != self._run_specs.get(mode)
-        self._run(mode, batch, started)
-        if first:
-            metrics = self.model.metrics  # It makes metrics: one for each of several losses, say.
-        logs = self._logs(mode, metrics)
-        simple = all(isinstance(value, np.floating) for value in logs.values())
-        logs = {name: float(logs[name]) for name in sorted(logs)} if simple else python_logs(logs)
-        return logs if arguments.get("return_dict") else in_order(metrics, logs)
-
-    def _watch_by(self, callbacks: Any, stack: contextlib.ExitStack) -> None:
-        """Connects the user's `PipelineMonitor` to the steps, if the callbacks have one."""
-        given = getattr(callbacks, "callbacks", callbacks)
-        given = given if isinstance(given, (list, tuple)) else [given]
-        monitors = [callback for callback in given if isinstance(callback, PipelineMonitor)]
-        if len(monitors) > 1:
-            raise ValueError(f"fit() got {len(monitors)} PipelineMonitors among its callbacks; give it one")
-        stack.callback(setattr, self._monitor, "callback", self._monitor.callback)
-        self._monitor.callback = monitors[0] if monitors else None
-        for monitor in monitors:
-            monitor.attach()
-            stack.callback(monitor.detach)
-
-    def _follow(self) -> None:
-        """Makes a new engine if the model has been compiled, frozen or extended since."""
-        self._runtime.mend()
-        self._runtime.values.doubt()
-        if not self._changed():
-            return
-        name = self.model.name
-        if self._compiled and not self._compiled_again:
-            logger.warning(
-                "layers of model %r were frozen, unfrozen or added without compile(): steps follow them from now on, "
-                "plain Keras' only from the next compile() on",
-                name,
-            )
-        logger.info("model %r has changed since its step graphs were made; they are made again", name)
-        self.close()
-        self._check()
-        self._runtime.start()
-        self._start()
-
-    def _changed(self) -> bool:
-        """Whether the model has been compiled, frozen or extended since its step graphs were made."""
-        before = self._compiled
-        if not before or self._compiled_again:
-            return True
-        if not self._makeup.changed:
-            return False
-        now = self._settings()
-        self._makeup = Makeup(self.model)
-        return len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True))
-
-    @property
-    def _compiled_again(self) -> bool:
-        """Whether the model has been compiled since its step graphs were made."""
-        return any(a is not b for a, b in zip(self._compilation(), self._compiled, strict=False))
-
-    # ---- what a step is expected to take
-
-    @property
-    def prediction(self) -> Prediction | None:
-        """The simulated and the measured time of a step of the present plan.
-
-        None without a profile, and if the plan doesn't fit the memory of the devices that are left, by the profile.
-        """
-        self._follow_plan()
-        return self._prediction
-
-    def _expect(self, plan: Plan, simulation: Simulation | None) -> None:
-        self._expected_plan = plan
-        self._prediction = None if simulation is None else Prediction(simulation.latency, simulation=simulation)
-        self._monitor.expect(simulation)
-
-    def _follow_plan(self) -> None:
-        """Simulates a step anew if workers have been lost or taken in since, so that there is another plan."""
-        if self.plan is self._expected_plan:
-            return
-        simulation: Simulation | None = None
-        if self.profile is not None:
-            with contextlib.suppress(PlanError):
-                simulation = simulate(self.plan, self.profile, self.cluster)
-        self._expect(self.plan, simulation)
-
-    # ---- values
-
     @in_one_thread
-    def sync(self) -> keras.Model:
-        """Copies the devices' values into the user's model and optimizer; returns the model.
+    def verify(
+        self, x: Any, y: Any = None, sample_weight: Any = None, *, steps: int = 3, float64: bool = True
+    ) -> Verification:
+        """Compares training steps on a batch with plain Keras: loss, gradients, then everything that some steps change.
 
-        A model made under :func:`dapple_tf.deferred_init` gets all of its values here, a few variables at a time, and
-        is an ordinary one from then on.
-
-        Raises:
-            WorkerLostError: a worker was lost, and the policy doesn't wait for it or it isn't back in time.
-        """
-        self._runtime.sync()
-        return self.model
-
-    @in_one_thread
-    def load(self) -> None:
-        """Lets the next step copy all values of the user's model and optimizer to the devices.
-
-        Assigned values are copied anyway; this is for values that were changed without TensorFlow's variables.
-        """
-        self._runtime.load()
-
-    @in_one_thread
-    def save_checkpoint(self, directory: str | os.PathLike[str], *, wait: bool = True, keep: int = 3) -> pathlib.Path:
-        """Saves a checkpoint: weights, optimizer slots, seeds, metrics and the number of steps, but no data position.
+        The steps compare every variable, optimizer slot and metric, in the model's dtype and again in float64, which
+        separates rounding from real differences. Layers that draw random numbers or normalise by the batch compute
+        something else on slices than on the whole batch; where a plan cuts the batch, a model with such layers is also
+        compared in inference behaviour (``training=False``), and the result says so. Plain Keras runs a copy of the
+        model, made from its configuration; where there is none, the model itself, and the result says so, too.
+        Nothing changes, except that the user's model gets the devices' values (``sync``).
 
         Args:
-            directory: where to save; for a cluster, on a file system that all servers share.
-            wait: whether to return only once it is on disk; otherwise training can continue, and
-                `wait_for_checkpoint` waits.
-            keep: the number of checkpoints that the directory keeps; older ones are removed.
+            x: one batch of inputs, as for ``train_on_batch``.
+            y: its labels.
+            sample_weight: its weights.
+            steps: number of steps; 0 compares the loss and the gradients of one step only.
+            float64: whether to repeat the steps with a model of the same layers in float64, on the same devices, if the
+                model can be rebuilt from its configuration.
 
         Returns:
-            The checkpoint's path.
+            The differences, as a table; its ``assert_equal()`` raises an error if one has no known reason.
 
         Raises:
-            CheckpointError: it can't be written; earlier checkpoints are still there.
+            ValueError: ``steps`` is negative.
         """
+        if steps < 0:
+            raise ValueError(f"steps is {steps}; give 0 or more")
         self._follow()
-        path = self._runtime.save(directory, keep, Progress())
-        if wait:
-            self.wait_for_checkpoint()
-        return path
+        self.sync()
+        data = x, y, sample_weight
+        batch = self._one_batch(Mode.TRAIN, data)
 
-    def wait_for_checkpoint(self) -> None:
-        """Waits until the last checkpoint is on disk.
+        def run(training: bool) -> StepResult:
+            return self._runtime.run(Mode.TRAIN, batch, training=training, want_gradients=True)
 
-        Raises:
-            CheckpointError: it couldn't be written.
-        """
-        self._runtime.saver.wait()
-
-    @in_one_thread
-    def restore_checkpoint(self, path: str | os.PathLike[str]) -> Manifest:
-        """Restores the values of a checkpoint, or of the newest in a directory, from any plan and cluster.
-
-        Metrics keep the values that they have: ``fit(resume=True)`` goes on with those of the checkpoint.
-
-        Returns:
-            Its manifest; ``step``, ``epoch`` and ``batch`` say how far training was.
-
-        Raises:
-            CheckpointError: there is none, it is damaged, or it is of another model.
-        """
-        self._follow()
-        source = Checkpoint.open(path)
-        self._runtime.restore(source)
-        return source.manifest
-
-    @in_one_thread
-    def close(self, *, sync: bool = True) -> None:
-        """Copies trained values into the user's model and frees the devices; the next call starts anew.
-
-        ``with dapple_tf.transform(...) as pipelined:`` closes at its end.
-
-        Args:
-            sync: False leaves the model unchanged: training since the last ``sync`` or checkpoint is lost.
-        """
-        self._compiled = []
-        self._runtime.close(sync=sync)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        """Returns the model's name, replicas of stages, schedule, and micro-batches x samples."""
-        plan = self.plan
-        devices = counted(len(set(itertools.chain(*plan.working_devices))), "device")
-        return (
-            f"PipelinedModel({self.model.name!r}, stages {':'.join(map(str, plan.replicas))} on {devices}, "
-            f"{plan.schedule}, {plan.micro_batches} x {plan.global_batch_size / plan.micro_batches:g} samples)"
+        reasons = Reasons.of(self._runtime, batch)
+        plain = PlainSide.of(self.model, data, training=not reasons.first)
+        dtype = computed_in(self.model, self.cluster)
+        verification = compare(run, self.model, self._engine.table, plain, data, dtype=dtype, reason=reasons.first)
+        if not steps:
+            return verification
+        twin = self._twin if float64 else None
+        compared = compare_steps(
+            self.model, plain.model, self._steps_apart, data, steps, reasons, dtype=dtype, pipelined=twin
         )
+        return dataclasses.replace(verification, steps=compared)
+
+    def _steps_apart(self, data: tuple[Any, Any, Any], steps: int, training: bool) -> Outcome:
+        """Returns the outcome of some steps on a batch, which don't count as training."""
+        return pipelined_steps(self._runtime, self._one_batch(Mode.TRAIN, data), steps, training=training)
 
     @contextlib.contextmanager
     def _twin(self, model: keras.Model) -> Iterator[Run]:
@@ -428,144 +122,156 @@ class PipelinedModel(Inspection, KerasMethods):
         finally:
             other.close(sync=False)
 
-    def __del__(self) -> None:
-        """Copies trained values into the user's model, unless they may not fit there (`deferred_init`)."""
-        runtime = getattr(self, "_runtime", None)
-        if runtime is not None and not sys.is_finalizing():
-            runtime.leave()
+    def dump(self, directory: str | pathlib.Path) -> None:
+        """Writes graphs, plan, schedule and drawings of the steps; ``index.html`` describes the files.
 
-    # ---- steps
-
-    def _function(self, mode: Mode, method: str, argument: str) -> Callable[[Any], dict[str, Any]]:
-        """Returns the replacement of Keras' train or test function, which runs steps on an iterator's next batches.
+        There is a graph before and after every pass (``NN_pass.pbtxt``) for each kind of step that has been run, and
+        for training even if it hasn't. Nothing is run, and nothing that training depends on changes.
 
         Args:
-            mode: whether it trains.
-            method: the method that has been called, for errors.
-            argument: name of its argument with the data.
+            directory: the directory to fill. Files of an earlier dump there are replaced, others stay.
+
+        Raises:
+            DataError: no step has been run, and the model doesn't declare what batches look like.
+            FolderError: something else in the directory would be overwritten.
         """
+        engine = self._engine
+        sources = [] if self._changed() else engine.builder.sources
+        passes = engine.builder.passes
+        spec = self._specs.get(Mode.TRAIN)
+        costs = None if engine.builder.placer is None else engine.builder.placer.costs
+        dump(directory, self.model, passes, sources, engine.table, self.profile, spec=spec, operator_costs=costs)
 
-        def function(iterator: Any) -> dict[str, Any]:
-            batches = self._pass(mode, iterator)
-            for step in range(self.model.steps_per_execution):
-                if batches.skip():
-                    self._begun.add(mode)
-                    continue
-                started = time.perf_counter()
-                try:
-                    batch = self._next(mode, batches)
-                except StopIteration:
-                    if mode not in self._begun:
-                        raise no_batch(method, argument) from None
-                    if step == 0:
-                        raise
-                    break
-                more = mode is Mode.TRAIN and (self._steps_left is None or step + 1 < self._steps_left)
-                self._run(mode, batch, started, batches.prefetch if more else None)
-            return self._logs(mode)
+    def session_graph(self) -> tuple[GraphDef, tuple[StepRequest, ...]]:
+        """Returns the graph of this process's session, and feeds and fetches of the steps that have run in it.
 
-        return function
+        Steps on workers aren't among them. The graph is TensorFlow's: equal functions are there once, under the name of
+        one of them, and what passes note at nodes isn't; `dump` has both.
+        """
+        session = self._engine.session
+        return session.graph.as_graph_def(), session.requests
 
     @in_one_thread
-    def _run(self, mode: Mode, batch: Batch, started: float, prefetch: Callable[[], None] | None = None) -> None:
-        """Runs a step of a call.
+    def trace_step(self, x: Any, y: Any = None, sample_weight: Any = None) -> Any:
+        """Trains on one batch and returns TensorFlow's ``StepStats``: start and end of each task, and each allocation.
 
-        Args:
-            mode: whether it trains.
-            batch: its batch.
-            started: when reading it began.
-            prefetch: begins to read the next one.
+        Metrics and History don't include this step. If a step is one function (one device, one micro-batch), this one
+        calls stage functions one by one instead. TensorFlow prepares traced steps separately, the first time.
         """
-        if mode is Mode.TRAIN:
-            self._runtime.grow(batch)
-        self._runtime.prepare(batch)
-        if prefetch is not None:
-            prefetch()
-        waited = time.perf_counter() - started
-        self._step(mode, batch)
-        self._run_specs[mode] = batch.spec
-        if mode is Mode.TRAIN and self._monitor.callback is not None:
-            self._monitor.callback.stepped(batch.samples, time.perf_counter() - started, waited)
-
-    def _logs(self, mode: Mode, metrics: Sequence[Any] | None = None) -> dict[str, Any]:
-        """Returns what Keras' train or test function returns after a step; ``metrics`` are the model's, if known."""
-        logs = self._runtime.metrics.results(mode.value, metrics)
-        if mode is Mode.TRAIN and self._monitor.callback is not None:
-            logs |= self._monitor.callback.latest
-        return logs
-
-    def _pass(self, mode: Mode, iterator: Iterable[Any]) -> Batches:
-        """Returns the batches of an iterator; the following ones if it is the same iterator again."""
-        before = self._passes.get(mode)
-        if before is None or before.iterator is not iterator:
-            self._passes[mode] = self._batches(mode, iterator)
-        return self._passes[mode]
-
-    def _next(self, mode: Mode, batches: Batches) -> Batch:
-        batch = next(batches)
-        self._begun.add(mode)
-        if batch.samples:
-            self._specs[mode] = batch.spec
-        model = self.model
-        own_loss = own_losses(model) or type(model).compute_loss is not keras.Model.compute_loss
-        if mode is not Mode.PREDICT and batch.spec.y is None and compiled_loss(model) is not None and not own_loss:
-            raise DataError(
-                f"the batches have no labels, but model {model.name!r} is compiled with a loss: feed (x, y), or "
-                f"compile it with loss=None if its layers add their losses"
-            )
-        return batch
-
-    def _one_batch(self, mode: Mode, data: Any) -> Batch:
-        return self._next(mode, self._batches(mode, [data]))
-
-    def _step(self, mode: Mode, batch: Batch) -> None:
-        """Runs one training or test step and updates the metrics."""
-        result = self._train(batch) if mode is Mode.TRAIN else self._runtime.run(mode, batch)
-        self._runtime.metrics.update(mode.value, result.metrics, result.loss, batch.samples)
-
-    def _train(self, batch: Batch, *, trace: bool = False) -> StepResult:
-        self._follow_plan()
-        full, faults = batch.samples == self.plan.global_batch_size, len(self.faults)
-        if not batch.spec.uncut:
-            self._sizes.trained(batch.samples, self.plan.global_batch_size, self._engine.builder.passes.layout)
-        sample = full and not trace and self._monitor.due
-        started = time.perf_counter()
-        result = self._runtime.train(batch, trace=trace or sample)
-        self.last_step_seconds = time.perf_counter() - started
-        if full and not trace and len(self.faults) == faults:  # Otherwise the time includes waiting.
-            self._followed(result, sampled=sample)
-        assert result.loss is not None
-        if self._on_non_finite_loss == "stop" and not math.isfinite(result.loss):
-            self._runtime.drop()
-            raise NonFiniteLossError(
-                f"the loss of step {self._runtime.steps} is {result.loss}; {self._runtime.kept}. Lower the learning "
-                f"rate, clip gradients, or go on as Keras does, with transform(..., on_non_finite_loss='continue')"
-            )
-        self._runtime.make_safe()
-        return result
-
-    def _followed(self, result: StepResult, *, sampled: bool) -> None:
-        """Records the time of a full training step."""
-        if not sampled:
-            self._monitor.stepped(self.last_step_seconds)
-            if self._prediction is not None:
-                self._prediction.add(self.last_step_seconds)
-            return
-        traced = result.traced
+        self._follow()
+        traced = self._train(self._one_batch(Mode.TRAIN, (x, y, sample_weight)), trace=True).traced
         assert traced is not None
-        if traced.first:
-            self._monitor.prepared(self.last_step_seconds)
-            return
-        self._monitor.sampled(self._engine.measured(traced), self.plan, self._runtime.steps)
+        return traced.stats
 
     @in_one_thread
-    def _predict(self, items: Iterable[Any]) -> Any:
-        """Replaces Keras' predict function: returns the outputs for consecutive batches, concatenated."""
-        outputs = []
-        for item in items:
-            batch = self._one_batch(Mode.PREDICT, item)
-            tensors = [tf.convert_to_tensor(array) for array in self._runtime.run(Mode.PREDICT, batch).outputs]
-            outputs.append(keras.tree.pack_sequence_as(self._engine.output_structure(batch.spec), tensors))
-        if len(outputs) == 1:
-            return outputs[0]
-        return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
+    def profile_step(
+        self, x: Any, y: Any = None, sample_weight: Any = None, *, warm_up: int = 2, train: bool = False
+    ) -> StepProfile:
+        """Measures one training step, task by task and device by device, beside the planned and the simulated step.
+
+        The step is a real one, but doesn't count: afterwards weights, optimizer, random seeds, metrics and the number
+        of steps are as before. For that the user's model gets the devices' values first (``sync``), and the devices get
+        them back with the next step.
+
+        Args:
+            x: one batch of inputs, as for ``train_on_batch``; or data that workers read (`dapple_tf.on_workers`), whose
+                first batches are taken, each read while the step before runs, as in ``fit``.
+            y: its labels.
+            sample_weight: its weights.
+            warm_up: number of warm-up steps. Then come the measured step, and one before and after it, which give the
+                time without tracing. The first time one more step is traced, since TensorFlow prepares traced steps
+                separately.
+            train: whether to leave the devices trained on this batch by all of these steps, instead of restoring
+                values: for models larger than this process's memory (``deferred_init``).
+
+        Raises:
+            ValueError: ``warm_up`` is negative.
+            DataError: workers can't read a batch.
+            DappleError: the model's values are only on the devices, and ``train`` is False.
+        """
+        if warm_up < 0:
+            raise ValueError(f"warm_up is {warm_up}; give 0 or more steps")
+        self._follow()
+        if not train and self._engine.state.deferred:
+            raise DappleError(
+                f"profile_step() would fetch all values of model {self.model.name!r} into this process, to bring them "
+                f"back afterwards: call sync() first if they fit, or give train=True to train on this batch"
+            )
+        batches: Iterator[Batch]
+        if isinstance(x, OnWorkers):
+            batches = self._batches_on_workers(x, y=y, sample_weight=sample_weight)
+        else:
+            batches = itertools.repeat(self._one_batch(Mode.TRAIN, (x, y, sample_weight)))
+        if not train:
+            self.sync()
+        run = self._runtime.train if train else functools.partial(self._runtime.run, Mode.TRAIN)
+
+        def untraced() -> float:
+            batch = next(batches)
+            started = time.perf_counter()
+            run(batch)
+            return time.perf_counter() - started
+
+        try:
+            for _ in range(warm_up):
+                run(next(batches))
+            before = untraced()
+            traced = run(batch := next(batches), trace=True).traced
+            if traced is not None and traced.first:
+                traced = run(batch := next(batches), trace=True).traced
+            waited = batches.waited if isinstance(batches, StepBatches) else None
+            seconds = (before + untraced()) / 2
+        finally:
+            if not train:
+                self._runtime.drop()
+        assert traced is not None
+        full = batch.samples == self.plan.global_batch_size
+        simulation = self.prediction.simulation if self.prediction is not None and full else None
+        ideal = planned(self.plan, self.profile, self.cluster) if full else None
+        return StepProfile(self._engine.measured(traced), self.plan, simulation, ideal, seconds, waited)
+
+    def _batches_on_workers(self, data: OnWorkers, **others: Any) -> StepBatches:
+        """Returns batches that workers read, for steps that don't count; other arguments of steps are errors."""
+        arguments = {"x": data.apart, **others}
+        bound = arguments_on_workers("fit", arguments, self._runtime.reading(), self._engine.data.groups)["x"]
+        return StepBatches(
+            lambda: self._batches(Mode.TRAIN, iter(bound)),
+            functools.partial(self._next, Mode.TRAIN),
+            self._runtime.prepare,
+        )
+
+    @property
+    def placement(self) -> Mapping[int, OpPlacement]:
+        """Stage -> the placement of single operators in the largest training step so far.
+
+        Empty before the first step, and if stages run as a whole.
+        """
+        return self._engine.builder.placements
+
+    @property
+    def notes(self) -> tuple[Note, ...]:
+        """Where training differs from plain Keras under this plan, why, and the way out.
+
+        Training's first batch brings them; the log shows each once, too.
+        """
+        return self._engine.builder.notes.latest or ()
+
+    @property
+    def faults(self) -> Sequence[FaultRecord]:
+        """The faults after which training continued."""
+        return tuple(self._runtime.faults)
+
+    @property
+    def growths(self) -> Sequence[GrowthRecord]:
+        """The times that workers which had come back were taken in, after training continued without them."""
+        return tuple(self._runtime.growths)
+
+    @property
+    def lost(self) -> WorkerLostError | None:
+        """The error of the worker that is missing now; None if all are there, or the devices are this process's."""
+        return self._engine.session.lost
+
+    @property
+    def preparation_seconds(self) -> dict[str, float]:
+        """Seconds that each pass has taken so far."""
+        return dict(self._engine.timing.seconds)

@@ -11,14 +11,14 @@ import keras
 from dapple_tf.automatic import beside_values, plan_model
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.faults import FaultPolicy
-from dapple_tf.describe.plan import FD_DPS, Plan, PlanError
+from dapple_tf.describe.plan import FD_DPS, Plan
 from dapple_tf.describe.plan_values import integer
 from dapple_tf.describe.profile import Profile
 from dapple_tf.errors import names_checked
 from dapple_tf.execution.builds import PREPARED_STEPS
 from dapple_tf.execution.planned_steps import with_compiler
 from dapple_tf.execution.recovery import wait_for_workers
-from dapple_tf.front.argument_checks import check_passes, check_profile
+from dapple_tf.front.argument_checks import check_combination, check_passes, check_profile
 from dapple_tf.frontend.capture import build_from, check_model
 from dapple_tf.measuring.example_batch import EXAMPLES
 from dapple_tf.measuring.operator_profiler import measured_operators
@@ -85,7 +85,8 @@ def transform(
             instead of layers; more is worth it for runs of hours; None measures layer by layer.
 
     Raises:
-        CaptureError: the model isn't built or compiled, or can't be captured.
+        CaptureError: the model isn't built or compiled, or has a setting that slices don't allow. A model that can't be
+            traced is refused by the search for a plan, or with the first batch.
         ClusterError: a worker isn't there.
         PlanError: the plan doesn't fit the cluster, or none fits its memory.
         ProfileError: the profile is of another model, or the model's inputs or labels can't be guessed for measuring;
@@ -104,62 +105,22 @@ def transform(
         raise TypeError(f"faults is {faults!r:.60}; give a dapple_tf.FaultPolicy")
     check_profile(profile, model)
     check_passes(passes)
-    if placement not in (None, FD_DPS):
-        raise PlanError(f"unknown placement {placement!r}; use {FD_DPS!r}, or leave it out")
-    if plan is None and global_batch_size is None:
-        raise PlanError("transform() got neither a plan nor a global_batch_size; give one of them")
     examples = {name: planning.pop(name) for name in EXAMPLES if name in planning}
+    check_combination(cluster, plan, global_batch_size, placement, operator_costs, by_trial, planning)
     build_from(model, examples.get("x"))
     wait_for_workers(cluster, faults or FaultPolicy())
-    if not isinstance(by_trial, bool):
-        raise TypeError(f"by_trial is {by_trial!r}; give True or False")
-    if by_trial and (plan is not None or placement == FD_DPS):
-        reason = "got a plan" if plan is not None else f"places all operators by placement={FD_DPS!r}"
-        raise TypeError(f"transform() {reason}, so that there are no plans to try; leave by_trial out")
-    if placement == FD_DPS or (plan is not None and plan.operator_devices is not None):
-        if planning:
-            raise TypeError(
-                f"transform() places operators, for which nothing is searched that {', '.join(planning)} would be "
-                f"about; leave them out"
-            )
-        if plan is None:
-            plan = Plan.by_operators(cluster.num_devices, integer("global_batch_size", global_batch_size))
-        elif plan.operator_devices is None:
-            plan = plan.with_placed_operators()
-    elif operator_costs is not None:
-        raise TypeError(
-            f"transform() got operator_costs, which mean nothing unless operators are placed; add "
-            f"placement={FD_DPS!r}, or leave them out"
-        )
-    if plan is None:
-        assert global_batch_size is not None
-        if not cluster.real:
-            raise PlanError(
-                "this cluster is a description without real devices: plan for it with dapple_tf.plan(), and transform "
-                "on a real one"
-            )
+    if plan is None and placement is None:
         check_model(model, training=True)
-        planned = plan_model(
-            model,
-            cluster,
-            global_batch_size,
-            profiled=profile,
-            by_trial=by_trial,
-            **examples,
-            **planning,
-        )
-        plan, profile, cluster = planned.plan, planned.profile, planned.cluster
+        batch = integer("global_batch_size", global_batch_size)
+        options = {**examples, **planning}
+        plan, profile, cluster = plan_model(model, cluster, batch, profiled=profile, by_trial=by_trial, **options)
     else:
         beside_values(model, cluster)
-        if planning:
-            raise TypeError(f"transform() got a plan, so that {', '.join(planning)} mean nothing; leave them out")
-        if global_batch_size not in (None, plan.global_batch_size):
-            raise PlanError(
-                f"transform() got global_batch_size={global_batch_size} and a plan for {plan.global_batch_size}; leave "
-                f"global_batch_size out, or make a plan for it"
-            )
+        plan = plan or Plan.by_operators(cluster.num_devices, integer("global_batch_size", global_batch_size))
+        if placement == FD_DPS and not plan.places_operators:
+            plan = plan.with_placed_operators()
     plan = with_compiler(plan, model, cluster)
-    if plan.operator_devices is not None:
+    if plan.places_operators:
         operator_costs, cluster = measured_operators(model, cluster, plan, operator_costs, **examples)
     return PipelinedModel(
         model,

@@ -2,4 +2,4 @@
 
 
 class PassError(Exception):
-    """A pass can't do what it was asked to; the text says what, where, and the fix."""
+    """A pass can't do its work; the text has the reason, the place and the fix."""

@@ -283,7 +283,7 @@ class Dump:
         self.written: list[Dumped] = []
 
     def __call__(self, number: int, item: Pass, program: Program, seconds: float) -> None:
-        """Writes the graph of the program, and those of its stages while they are being built."""
+        """Writes the graph of the program, and its stages' graphs while they are built."""
         stem = f"{number:02d}_{item.name}"
         summary = (type(item).__doc__ or "").strip().partition("\n")[0]
         self.graph(stem, program.graph, f"after {item.name}: {summary}")

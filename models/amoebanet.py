@@ -55,7 +55,7 @@ NORMAL = Cell(
     outputs=(0, 3, 4, 6),
     stride=1,
 )
-"""The outputs are those of the authors' program; the paper's figure has states 4, 5 and 6."""
+"""Outputs as in the authors' program; the paper's figure has states 4, 5 and 6."""
 REDUCTION = Cell(
     pairs=(
         ((0, "max_pool_2x2"), (0, "max_pool_3x3")),

@@ -78,7 +78,7 @@ class NormalizedBahdanauAttention(keras.layers.Layer):
     """
 
     def __init__(self, width: int, **kwargs: Any) -> None:
-        """Args: width: Size of the vectors in which queries and context are compared; kwargs: those of any layer."""
+        """Args: width: Size of the vectors in which queries and context are compared; kwargs: of any layer."""
         super().__init__(**kwargs)
         self.supports_masking = True
         self.width = width
@@ -118,7 +118,7 @@ class AttendingLayer(keras.layers.Layer):
     """The decoder's first layer: an LSTM reads the translation so far, and queries the attention over the source."""
 
     def __init__(self, width: int, *, dropout: float = 0.0, **kwargs: Any) -> None:
-        """Args: width: Units of LSTM and attention; dropout: of the LSTM's input; kwargs: those of any layer."""
+        """Args: width: Units of LSTM and attention; dropout: of the LSTM's input; kwargs: of any layer."""
         super().__init__(**kwargs)
         self.supports_masking = True
         self.width = width

@@ -54,7 +54,7 @@ from graph_passes.passes.assign_stages import AssignStages
 from graph_passes.passes.build_backward import BuildBackward
 from graph_passes.passes.build_forward import BuildForward
 from graph_passes.passes.cut_backward import CutBackward
-from graph_passes.passes.partition import Partition
+from graph_passes.passes.partition import Partition, StageForm
 from graph_passes.passes.replicate import Replicate
 from graph_passes.passes.schedule import OrderTasks
 from graph_passes.passes.split_concat import SplitConcat
@@ -284,7 +284,9 @@ def staged(
 ) -> Program:
     """A program with stage functions."""
     backward = [BuildBackward()] if training else []
-    partition = Partition(recompute, training=training, prefix=prefix, split=split)
+    modes = [recompute] * (len(cuts) + 1) if isinstance(recompute, str) else recompute
+    forms = [StageForm(mode, split=stage in split) for stage, mode in enumerate(modes)]
+    partition = Partition(forms, training=training, prefix=prefix)
     return apply(program, AssignStages(cuts), BuildForward(want_outputs=not training), *backward, partition)
 
 
@@ -361,7 +363,6 @@ def updated(
         owners(program),
         HOST,
         bucket_bytes,
-        accumulated=accumulated,
         all_reduces=all_reduces,
     )
     program = apply(ordered(program, layout, accumulated=accumulated, **options), update)

@@ -25,7 +25,7 @@ from graph_passes.passes.accumulate import Accumulate
 from graph_passes.passes.assign_stages import AssignStages
 from graph_passes.passes.build_backward import BuildBackward
 from graph_passes.passes.build_forward import BuildForward
-from graph_passes.passes.partition import Partition
+from graph_passes.passes.partition import Partition, StageForm
 from graph_passes.passes.replicate import Replicate
 from graph_passes.passes.schedule import OrderTasks
 from graph_passes.passes.split_concat import SplitConcat
@@ -75,7 +75,8 @@ def _staged(model: str, cuts: tuple[str, ...], split: frozenset[int]) -> Program
     training = model not in ("test", "predict")
     backward: list[Pass] = [BuildBackward()] if training else []
     forward = BuildForward(want_outputs=model == "predict")
-    return run_passes(program, [AssignStages(cuts), forward, *backward, Partition(training=training, split=split)])
+    forms = [StageForm(split=stage in split) for stage in range(len(cuts) + 1)]
+    return run_passes(program, [AssignStages(cuts), forward, *backward, Partition(forms, training=training)])
 
 
 def device_names(count: int) -> tuple[str, ...]:
@@ -119,9 +120,8 @@ def complete(case: Case) -> Program:
         want_gradients=not carried,
         carried=tuple(carried),
         head=case.head,
-        accumulated=plan.accumulates(count),
     )
-    passes.append(Accumulate(accumulated=update.accumulated))
+    passes.append(Accumulate(accumulated=plan.accumulates(count)))
     return run_passes(program, [*passes, OrderTasks(schedule, names), update], complete=True)
 
 

@@ -392,6 +392,7 @@ def test_a_count_of_samples_by_a_loop_is_noted() -> None:
         return ops.map(lambda row: (own.count.assign_add(1), row * 2)[1], x)
 
     pipelined = pipeline(with_layer(lambda: Own(counting, name="own")), ["own"], (1, 1), 3, 11)
+    pipelined.train_on_batch(X, Y)
     assert ["state" in str(note) for note in pipelined.notes] == [True]
 
 

@@ -45,6 +45,7 @@ NEXT = {"next_forward": True, "reduction_order": [1, 2, 0]}
 SPLIT = Schedule.parse("0: 0F0 0F1 0Bx0 0Bx1 0Bw0 0Bw1\n1: 1F0 1Bx0 1F1 1Bx1 1Bw0 1Bw1")
 FORWARD = make_schedule("gpipe", REPLICATED.devices, 3, forward_only=True)
 SHARED_CORES = cluster(2, 1, servers=(Server(capacity=1.5), Server()), inter_bandwidth=5e5)
+TABLE = profile(1, parameter_bytes=120, table_bytes=120, row_bytes=Cost(0.0, 60.0), apply_seconds=5e-4)
 CASES: Mapping[str, tuple[Plan, Profile, Cluster, dict[str, Any]]] = {
     "tied weights": (
         Plan.manual(NAMES[:2], [[0, 1], [2], [3]], 3, 6),
@@ -57,6 +58,8 @@ CASES: Mapping[str, tuple[Plan, Profile, Cluster, dict[str, Any]]] = {
     "forwards alone": (REPLICATED, profile(parameter_bytes=9), cluster(3), {"schedule": FORWARD}),
     "the next step's forwards": (three_stages(), profile(3, **UPDATED), cluster(2, intra_bandwidth=1e6), NEXT),
     "reductions at the end": (three_stages(wait_free=False), profile(3, **UPDATED), cluster(2), NEXT),
+    "rows in shards": (Plan.data_parallel(2, 6, 3, row_shards=True), TABLE, cluster(2, intra_bandwidth=1e5), {}),
+    "carried updates": (three_stages(carried_updates=1, reverse_first_k=2), profile(3, **UPDATED), cluster(2), {}),
     "any devices of a large cluster": (Plan.manual(NAMES[:1], [[50], [7]], 2, 4), profile(), cluster(*[8] * 8), {}),
 }
 
@@ -112,10 +115,6 @@ def test_text_and_measures() -> None:
         (
             lambda: emulate(Plan.data_parallel(33, 33), profile(1), cluster(33)),
             "the plan uses 33 devices, of which at most 32 can be emulated",
-        ),
-        (
-            lambda: emulate(Plan.data_parallel(2, 2, row_shards=True), profile(1), cluster(2)),
-            "rows of embeddings in shards, whose lookups before forwards can't be",
         ),
         (lambda: emulate(REPLICATED, profile(), cluster(3), steps=0), "0 steps were asked for; ask for at least 1"),
         (lambda: emulate(REPLICATED, profile(), cluster(3), scale=-1), "scale is -1; it must be above 0 and finite"),

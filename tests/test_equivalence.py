@@ -56,11 +56,11 @@ def plan_of(name: str) -> tuple[Specimen, dapple.Plan]:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_each_option_trains_as_plain_keras(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_option_trains_as_plain_keras(name: str) -> None:
     use_float64()
     specimen, plan = plan_of(name)
     cluster = dapple.Cluster.local(4, kind="cpu")
-    assert_equal_training(specimen, cluster, plan, reference(EXAMPLES[name][0]), monkeypatch, steps=2)
+    assert_equal_training(specimen, cluster, plan, reference(EXAMPLES[name][0]), steps=2)
 
 
 def assert_same_inference(pipelined: dapple.PipelinedModel, plain: keras.Model, x: Any, y: Any, weights: Any) -> None:

@@ -18,7 +18,7 @@ from graph_passes.errors import PassError
 from graph_passes.ir.graph import GraphDef, Ref, function_names
 from graph_passes.ir.static_shapes import infer_shapes
 from graph_passes.ir.text import graph_text
-from graph_passes.passes.drop_no_ops import drop_no_ops
+from graph_passes.passes.fold_shapes import drop_no_ops
 
 FORMS = {
     "shapes, and what is computed from them": (

@@ -14,9 +14,16 @@ import sys
 import pytest
 from workers import _workers_start_fast, has_ended, wait_until  # noqa: F401 (a fixture)
 
-from dapple_tf.tools import cpu_quota as cpu_quota_module
-from dapple_tf.tools.cpu_quota import QuotaError, cpu_quota
-from dapple_tf.tools.hosts import ROOT, HostsError, LocalWorkers, environment, free_ports
+from dapple_tf.tools import hosts
+from dapple_tf.tools.hosts import (
+    ROOT,
+    HostsError,
+    LocalWorkers,
+    QuotaError,
+    cpu_quota,
+    environment,
+    free_ports,
+)
 
 pytestmark = pytest.mark.usefixtures("_workers_start_fast")
 
@@ -133,8 +140,8 @@ def test_a_group_has_the_quota(version: int, tmp_path: pathlib.Path, monkeypatch
     root = tmp_path / "cpu" if version == 1 else tmp_path
     root.mkdir(exist_ok=True)
     (root / ("cpu.cfs_quota_us" if version == 1 else "cgroup.subtree_control")).write_text("-1")
-    monkeypatch.setattr(cpu_quota_module, "_ROOT", tmp_path)
-    monkeypatch.setattr(cpu_quota_module, "_empty", lambda group: None)
+    monkeypatch.setattr(hosts, "_GROUPS", tmp_path)
+    monkeypatch.setattr(hosts, "_empty_group", lambda group: None)
     wanted = {
         1: {"cpu.cfs_period_us": "10000", "cpu.cfs_quota_us": "5000", "cpu.shares": "262144"},
         2: {"cpu.max": "5000 10000", "cpu.weight": "10000"},  # Others leave it its quota.
@@ -149,7 +156,7 @@ def test_a_group_has_the_quota(version: int, tmp_path: pathlib.Path, monkeypatch
 
 
 def test_a_machine_without_control_groups_is_told(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_quota_module, "_ROOT", tmp_path / "missing")
+    monkeypatch.setattr(hosts, "_GROUPS", tmp_path / "missing")
     with pytest.raises(QuotaError, match=r"can't be limited here: .*needs root and a writable .*missing"), cpu_quota(1):
         pass
 
@@ -164,13 +171,13 @@ def _makes_groups() -> bool:
 
 @pytest.mark.skipif(not _makes_groups(), reason="control groups can't be made here")
 def test_a_real_group_holds_children_and_is_removed() -> None:
-    before = {path.name for path in cpu_quota_module._ROOT.glob("**/dapple_*")}
+    before = {path.name for path in hosts._GROUPS.glob("**/dapple_*")}
     with cpu_quota(0.5) as prefix:
         script = "sh -c 'cat /proc/self/cgroup'"
         done = subprocess.run([*prefix, "sh", "-c", script], capture_output=True, text=True, check=True)
-        (group,) = {path for path in cpu_quota_module._ROOT.glob("*/dapple_*")} | {
-            path for path in cpu_quota_module._ROOT.glob("dapple_*")
+        (group,) = {path for path in hosts._GROUPS.glob("*/dapple_*")} | {
+            path for path in hosts._GROUPS.glob("dapple_*")
         }
         assert group.name in done.stdout
         assert str(os.getpid()) not in (group / "cgroup.procs").read_text().split()
-    assert {path.name for path in cpu_quota_module._ROOT.glob("**/dapple_*")} == before
+    assert {path.name for path in hosts._GROUPS.glob("**/dapple_*")} == before

@@ -11,7 +11,7 @@ import dapple_tf as dapple
 from dapple_tf.describe.layer_profile import ZERO, Cost, LayerBuffers, LayerProfile
 from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.simulation.cost import CostModel
-from dapple_tf.simulation.stage_buffers import stage_buffers
+from dapple_tf.simulation.stage_cost import stage_buffers
 
 OUT, KEPT, LATE, PARTIAL = 100.0, 10.0, 4.0, 7.0
 """Bytes of a slice: what a layer hands on, keeps for itself, keeps for Bw, and makes in Bx."""

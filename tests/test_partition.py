@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import itertools
 import re
@@ -44,7 +45,7 @@ from graph_passes.passes import build_backward, partition
 from graph_passes.passes.assign_stages import AssignStages
 from graph_passes.passes.build_backward import BuildBackward
 from graph_passes.passes.build_forward import BuildForward
-from graph_passes.passes.partition import POLICIES, Partition
+from graph_passes.passes.partition import POLICIES, Partition, StageForm
 
 policies = pytest.mark.parametrize("policy", POLICIES)
 
@@ -107,7 +108,7 @@ def test_forward_and_backward_together_are_the_whole(policy: str) -> None:
 def test_functions_are_compiled_with_xla_and_metrics_never_and_the_last_f_and_b_are_one() -> None:
     """Residuals that XLA had to put into memory and to read again took a tenth of a GPT's step."""
     built = apply(stateful_layers(), AssignStages(("a",)), BuildForward(), BuildBackward())
-    first, last = apply(built, Partition(jit_compile=True, prefix="p_", fuse={0, 1})).stages
+    first, last = apply(built, Partition(StageForm(jit_compile=True, fuse=True), prefix="p_")).stages
     assert first.fused is None  # Its B needs the gradient that the last stage's B gives.
     assert last.fused is not None and last.metrics is not None
     for function in (*functions(first), *functions(last), last.fused):
@@ -120,8 +121,13 @@ def test_functions_are_compiled_with_xla_and_metrics_never_and_the_last_f_and_b_
         *backward.outputs,
     ]
     assert last.phases == ((Phase.FORWARD, last.fused), (Phase.BACKWARD, None))
-    for options in ({"fuse": {0}}, {"fuse": {1}, "split": {1}}, {"fuse": {1}, "jit_compile": False}):
-        stages = apply(built, Partition(**{"jit_compile": True, **options})).stages
+    whole = StageForm(jit_compile=True)
+    for forms in (
+        (dataclasses.replace(whole, fuse=True), whole),
+        (whole, dataclasses.replace(whole, fuse=True, split=True)),
+        (StageForm(), StageForm(fuse=True)),
+    ):
+        stages = apply(built, Partition(forms)).stages
         assert [stage.fused for stage in stages] == [None, None]
     assert "_XlaMustCompile" not in functions(stages[0])[0].function.attr
 
@@ -129,7 +135,7 @@ def test_functions_are_compiled_with_xla_and_metrics_never_and_the_last_f_and_b_
 def test_functions_for_slices_of_one_size_hand_over_no_shapes() -> None:
     """They were handed from F to B, which kept TensorFlow from leaving out sums over no axes: 106 of 176 in a GPT."""
     program = attention_stages("none")
-    sized = apply(program, Partition(samples=[4, None, 4]))
+    sized = apply(program, Partition([StageForm(samples=count) for count in (4, None, 4)]))
     for stage, before, samples in zip(sized.stages, program.stages, (4, None, 4), strict=True):
         pairs = list(zip(functions(stage), functions(before), strict=True))
         if samples is None:
@@ -151,7 +157,7 @@ def test_stages_on_gpus_take_seeds_and_rows_of_tables_from_their_hosts() -> None
     model = compiled(ids, keras.layers.Dropout(0.5, seed=1, name="drop")(h))
     program = captured(model, np.zeros((4, 3), "int32"), np.zeros((4, 3, 2), "float32"))
     built = apply(program, AssignStages(), BuildForward(), BuildBackward())
-    (stage,) = apply(built, Partition("boundary", samples=[4], on_gpus={0})).stages
+    (stage,) = apply(built, Partition(StageForm("boundary", samples=4, on_gpu=True))).stages
     assert stage.integers is not None
     sources = {program.roles.inputs[0], program.roles.slice.number}
     sources |= {v.value for v in program.roles.variables if v.is_counter}
@@ -261,9 +267,9 @@ def test_min_cut_keeps_the_fewest_bytes_of_all_sets(
 ) -> None:
     nodes, read = graph
     program = stage_of(nodes, read)
-    (stage,) = Partition("min_cut").run(program).stages
+    (stage,) = Partition(StageForm("min_cut")).run(program).stages
     assert (stage.residual_bytes, stage.fixed_residual_bytes) == (0, fewest_bytes(nodes, read))
-    (plain,) = Partition("none").run(program).stages
+    (plain,) = Partition().run(program).stages
     assert plain.fixed_residual_bytes == 8 * sum(nodes[index][2] for index in read)
     assert stage.fixed_residual_bytes <= plain.fixed_residual_bytes
 
@@ -304,7 +310,7 @@ def test_equal_stages_are_differentiated_and_folded_once(monkeypatch: pytest.Mon
         AssignStages([f"dense_{number}" for number in range(4)]),
         BuildForward(),
         BuildBackward(),
-        Partition(samples=[2] * 5),
+        Partition(StageForm(samples=2)),
     ).stages
     assert counts == {"gradients_by_pieces": 3, "_folded": 3}
     texts = ["\n".join(map(function_text, stage.functions)) for stage in stages[1:4]]
@@ -326,6 +332,6 @@ def test_a_layer_that_cannot_be_computed_for_a_slice_is_named() -> None:
     divides = Divides(name="divides", dtype="float64")
     model = compiled(inputs, divides(dense("second")(dense("first")(inputs))))
     program = apply(captured(model, np.zeros((2, 3)), np.zeros((2, 3))), AssignStages(["first"]), BuildForward())
-    Partition(training=False, samples=[2, 2]).run(program)
+    Partition(StageForm(samples=2), training=False).run(program)
     with pytest.raises(PassError, match=r"^layer 'divides' can't compute FloorDiv .* Integer division by zero"):
-        Partition(training=False, samples=[4, 4]).run(program)
+        Partition(StageForm(samples=4), training=False).run(program)

@@ -106,12 +106,24 @@ def test_what_runs_most_stays_and_the_rest_is_gone() -> None:
         nodes.append(len(engine.session.graph.get_operations()))
     full = [{7, 2, 3, 4}, {7, 3, 5}, {7, 3, 5, 6}, {7, 3, 5, 6}, {7, 3, 5, 6}, {7, 6, 1}]
     assert staying == [{7}, {7}, {7}, {7, 2}, {7, 2, 3}, {7, 2, 3}, *full]
-    assert not engine.has_run(Mode.TRAIN, pipelined._specs[Mode.TRAIN], 3)
+    assert engine.prepared(Mode.TRAIN, pipelined._specs[Mode.TRAIN], 3) is None
     names = {name for name, _ in built.steps.values()}
     assert set(built.nodes) == set(built.graphs) == names and {name for name, _ in built.requests} <= names
     assert max(nodes[7:]) < max(nodes[:7])
     gc.collect()
     assert first() is None
+
+
+def test_a_step_on_data_that_workers_read_stays() -> None:
+    """Each such step moved to a fresh session once as many were prepared as may stay."""
+    pipelined = transform(classifier(), prepared_steps=1)
+    data = dapple.on_workers(tf.data.Dataset.from_tensor_slices((X, Y)).repeat(3).batch(7, drop_remainder=True))
+    sessions: list[Any] = []
+    note = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda *_, **__: sessions.append(pipelined._engine.session)
+    )
+    pipelined.fit(data, epochs=2, verbose=0, callbacks=[note])
+    assert len(sessions) == 6 and len({id(session) for session in sessions}) == 1
 
 
 @pytest.mark.parametrize("most", [0, True, 2.0])

@@ -24,7 +24,6 @@ from keras import layers, ops
 from test_plan_record import profile_of, through_the_chain
 
 import dapple_tf as dapple
-from dapple_tf import trainer
 from dapple_tf.describe.plan import RECOMPUTE_MODES
 from dapple_tf.operators import step_placer
 from dapple_tf.schedules.policies import BUILT_IN
@@ -299,7 +298,6 @@ def trained_orders(drawn: MixedPlan, cluster: dapple.Cluster) -> list[Schedule]:
     costs = dapple.OperatorCosts() if drawn.plan.operator_devices else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_placer, "fd_dps", random_placement(drawn.seed, share=0.2))
-        patch.setattr(trainer, "examine", lambda *_: None)  # It captures the model once more.
         pipelined = dapple.transform(own, cluster, drawn.plan, operator_costs=costs)
         logs = [train_on_batch(pipelined, batch) for batch in batches(drawn.model)[: len(drawn.sizes)]]
     pipelined.sync()
@@ -324,10 +322,7 @@ def test_every_pair_of_options_trains_as_plain_keras(drawn: MixedPlan) -> None:
 
 @pytest.mark.parametrize("drawn", DRAWN)
 def test_every_plan_is_emulated_in_the_simulated_order(drawn: MixedPlan) -> None:
-    """Without what can't be emulated."""
-    plan = drawn.plan
-    less = {"carried_updates": 0, "row_shards": False, "operator_devices": None}
-    plan = plan.with_options(**less)
+    plan = drawn.plan.with_options(operator_devices=None)
     profile = profile_of([*CUTS, "last"], random.Random(drawn.seed))
     simulated = through_the_chain(plan, profile, drawn.cluster)
     emulated = dapple.emulate(plan, profile, drawn.cluster, steps=1, scale=1e-2 / simulated.latency)

@@ -20,12 +20,12 @@ from programs import (
     tied_layers,
 )
 
-from graph_passes.analysis.recomputed_nodes import needed_from
+from dapple_tf.measuring.layers_by_operator import needed_from
 from graph_passes.ir.graph import FLOAT_DTYPES, Graph, Ref
 from graph_passes.ir.node_kinds import METADATA
 from graph_passes.ir.outline import dtype_of
 from graph_passes.ir.program import Program
-from graph_passes.passes.partition import Partition
+from graph_passes.passes.partition import Partition, StageForm
 
 
 @functools.cache
@@ -111,7 +111,7 @@ def test_any_stages_compute_again_what_their_layers_tell(name: str) -> None:
     for start, stop in every[:: 1 + len(every) // 8]:
         ends = [cuts[bound - 1] for bound in (start, stop) if 0 < bound <= len(cuts)]
         again = staged(program, *ends)
-        again = Partition("boundary", samples=[SAMPLES] * len(again.stages)).run(again)
+        again = Partition(StageForm("boundary", samples=SAMPLES)).run(again)
         stage = again.stages[1 if start else 0]
         told = {node for layer in range(start, stop) for node, by in first[layer].items() if by < stop}
         computed = {node.name for node in stage.own_backward.function.node_def}

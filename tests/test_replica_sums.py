@@ -30,7 +30,7 @@ from graph_passes.ir.verify import _verify_meetings, verify
 from graph_passes.passes.assign_stages import AssignStages
 from graph_passes.passes.build_backward import BuildBackward
 from graph_passes.passes.build_forward import BuildForward
-from graph_passes.passes.partition import Partition
+from graph_passes.passes.partition import Partition, StageForm
 from graph_passes.passes.replicate import sum_keys
 
 
@@ -48,7 +48,8 @@ def differentiated() -> Program:
 
 @functools.cache
 def staged(replicas: tuple[int, ...], recompute: str = "none", split: tuple[int, ...] = ()) -> Program:
-    return apply(differentiated(), Partition(recompute, split=split, replicas=replicas))
+    forms = [StageForm(recompute, split=stage in split, replicated=own > 1) for stage, own in enumerate(replicas)]
+    return apply(differentiated(), Partition(forms))
 
 
 def sums(function: StageFunction | None) -> int:

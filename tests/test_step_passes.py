@@ -29,7 +29,7 @@ def passes(cuts: tuple[str, ...], devices: list[list[int]], micro_batches: int, 
 def fused(made: StepPasses, mode: Mode = Mode.TRAIN) -> set[int]:
     partition = made.stage_passes(mode, "")[-1]
     assert isinstance(partition, Partition)
-    return set(partition.fuse)
+    return {stage for stage, form in enumerate(partition.forms) if form.fuse}
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from graph_passes.ir.group_update import Captured, GroupUpdate, Shards
 from graph_passes.ir.outline import call_node, placeholder
 from graph_passes.ir.program import Layout, Program, Value, ValueKind, Variable, VariableKind
 from graph_passes.ir.storage import merge_library
-from graph_passes.ir.tasks import Task
+from graph_passes.ir.tasks import Phase, Task
 from graph_passes.ir.tensorflow_bridge import empty_graph
 from graph_passes.ir.verify import verify
 from graph_passes.passes.accumulate import Accumulate
@@ -69,11 +69,13 @@ def waits(graph: Graph, name: str) -> set[str]:
     return seen
 
 
-def test_gathers_go_one_stage_ahead_of_a_devices_tasks() -> None:
+def test_gathers_go_one_task_ahead_of_a_devices_tasks() -> None:
     program = gathering()
     step, graph = step_of(program), Graph(program.graph)
-    assert set(step.gathers) == {(stage, replica) for stage in range(3) for replica in range(2)}
-    for (stage, replica), nodes in step.gathers.items():
+    forwards = {task for task in step.entry if task.phase is Phase.FORWARD}
+    assert set(step.ahead) == forwards and len(forwards) == 6, "three stages of two replicas"
+    for task, nodes in step.ahead.items():
+        stage, replica = task.stage, task.replica
         assert len(nodes) == 2, "the shards of both devices, for this replica alone"
         before = [name for name in nodes for name in control_inputs(graph.nodes[name])]
         assert before == ([] if stage < 2 else [step.entry[Task.parse(f"0F0.r{replica}")]] * 2)
@@ -153,7 +155,8 @@ def test_lookups_go_one_task_ahead_and_rows_change_after_them(many_rows: Program
     step, graph = step_of(program), Graph(program.graph)
     for replica, device in enumerate(DEVICES):
         for micro_batch in range(3):
-            node = graph.nodes[step.lookups[Task.parse(f"0F{micro_batch}.r{replica}")]]
+            (name,) = step.ahead[Task.parse(f"0F{micro_batch}.r{replica}")]
+            node = graph.nodes[name]
             before = [step.entry[Task.parse(f"0F{micro_batch - 2}.r{replica}")]] if micro_batch == 2 else []
             assert list(control_inputs(node)) == before
         reads = step.shard_reads[(0,), device]

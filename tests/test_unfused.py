@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from graph_passes.ir.graph import Graph, GraphDef
-from graph_passes.passes.unfused import unfused
+from graph_passes.passes.place_operators import unfused
 
 v1 = tf.compat.v1
 

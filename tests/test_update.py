@@ -128,4 +128,4 @@ def test_functions_are_built_once_however_many_replicas_there_are(monkeypatch: p
 def test_what_is_carried_over_needs_accumulators() -> None:
     program = ordered(two_stages(), layout([1, 1], 2), accumulated=False)
     with pytest.raises(PassError, match=r"updates are carried over, but gradients have no accumulators"):
-        update(program, accumulated=False, carried=((1,),)).run(program)
+        update(program, carried=((1,),)).run(program)

@@ -92,7 +92,7 @@ def groups(values: flags.FlagValues) -> dict[str, list[flags.Flag[Any]]]:
 
 
 def publish(values: flags.FlagValues, into: flags.FlagValues) -> None:
-    """Makes a program's flags those of a process, replacing flags of the same names."""
+    """Makes a program's flags the process's, replacing flags of the same names."""
     for flag in _own(values):
         if flag.name in into:  # absl's --log_dir, for files that nothing here writes
             delattr(into, flag.name)

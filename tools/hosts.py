@@ -30,6 +30,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -47,7 +48,6 @@ from dapple_tf.network.worker_process import (
     send_signal,
     worker_command,
 )
-from dapple_tf.tools.cpu_quota import cpu_quota
 
 __all__ = [
     "ROOT",
@@ -55,6 +55,8 @@ __all__ = [
     "HostsError",
     "LocalWorkers",
     "Namespace",
+    "QuotaError",
+    "cpu_quota",
     "end",
     "end_and_close",
     "environment",
@@ -65,6 +67,12 @@ __all__ = [
     "unavailable",
 ]
 
+_PERIOD = 10_000
+"""Microseconds after which the quota begins anew; short beside a step."""
+_MOST_SHARES, _MOST_WEIGHT = 2**18, 10_000
+"""The most that Linux accepts in versions 1 and 2: other load on the machine leaves a group its quota."""
+_GROUPS = pathlib.Path("/sys/fs/cgroup")
+"""Control groups of Linux, version 1 or 2."""
 _PREFIX = "10.77.0."
 _KEY_DAYS = 365
 """Days after which keys for TLS expire; nothing here runs as long."""
@@ -367,7 +375,7 @@ class Hosts(LocalWorkers):
         self.namespaces[host].call(*rule.split())
 
     def join(self, host: int) -> None:
-        """Reconnects a host to the network after `cut`, and loses no more of what it sends."""
+        """Reconnects a host to the network after `cut`, and ends its loss of packets."""
         self._switch.call("ip", "link", "set", f"port{host}", "up")
         with contextlib.suppress(HostsError):  # There is none any more.
             while True:
@@ -411,3 +419,51 @@ def _call(*command: str) -> str:
     if done.returncode:
         raise HostsError(f"`{' '.join(command)}` failed: {done.stderr.strip() or done.returncode}")
     return done.stdout
+
+
+class QuotaError(RuntimeError):
+    """Processor time can't be limited here; the text says why."""
+
+
+@contextlib.contextmanager
+def cpu_quota(cores: float) -> Iterator[list[str]]:
+    """Yields the start of a command that may use ``cores`` cores together with all its children.
+
+    Several commands with this start share them, and get them before processes of other groups, as far as the machine
+    has any. The group goes with the ``with`` block, when they have ended.
+
+    Raises:
+        QuotaError: control groups can't be made here.
+    """
+    old = (_GROUPS / "cpu" / "cpu.cfs_quota_us").exists()
+    group = (_GROUPS / "cpu" if old else _GROUPS) / f"dapple_{uuid.uuid4().hex[:12]}"
+    quota = max(1000, int(cores * _PERIOD))
+    try:
+        if not old:
+            (_GROUPS / "cgroup.subtree_control").write_text("+cpu")
+        group.mkdir()
+        if old:
+            (group / "cpu.shares").write_text(str(_MOST_SHARES))
+            (group / "cpu.cfs_period_us").write_text(str(_PERIOD))
+            (group / "cpu.cfs_quota_us").write_text(str(quota))
+        else:
+            (group / "cpu.weight").write_text(str(_MOST_WEIGHT))
+            (group / "cpu.max").write_text(f"{quota} {_PERIOD}")
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        raise QuotaError(
+            f"processor time can't be limited here: {error}; that needs root and a writable {_GROUPS}"
+        ) from error
+    try:
+        yield ["sh", "-c", f'echo $$ > {group / "cgroup.procs"} && exec "$@"', "sh"]
+    finally:
+        _empty_group(group)
+
+
+def _empty_group(group: pathlib.Path) -> None:
+    """Removes a group, whose processes that still run go back to the one above."""
+    for process in (group / "cgroup.procs").read_text().split():
+        with contextlib.suppress(OSError):  # It has ended meanwhile.
+            (group.parent / "cgroup.procs").write_text(process)
+    os.rmdir(group)

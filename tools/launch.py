@@ -71,7 +71,7 @@ def advice(addresses: Sequence[str], tls: str | None = None) -> str:
 
 
 class Supervisor:
-    """Watches workers, and restarts those that die."""
+    """Watches workers, and restarts dead ones."""
 
     def __init__(self, workers: LocalWorkers, restart: bool) -> None:
         self.workers, self.restart = workers, restart

@@ -62,7 +62,7 @@ _REDUCTIONS = {
     "between": "ring between servers",
     "exchange": "scatter and gather in servers",
 }
-"""What is measured of all-reduces."""
+"""Link of `ReductionLinks` -> its description."""
 _SPEEDS = flags.DEFINE_boolean(
     "speeds",
     False,

@@ -181,7 +181,7 @@ def places_operators() -> bool:
 
 
 def prepare() -> Job:
-    """Builds the model, measures what is needed, and plans."""
+    """Builds the model, measures as needed, and plans."""
     from dapple_tf.automatic import measured, plan_model
 
     cluster, data = _CLUSTER.cluster(), _MODEL.data()  # in this order: a client of workers has no GPUs itself

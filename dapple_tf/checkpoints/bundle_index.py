@@ -1,4 +1,4 @@
-"""The index of a TensorFlow tensor bundle, read without TensorFlow: what its data file holds, and where.
+"""The index of a TensorFlow tensor bundle, read without TensorFlow.
 
 TensorFlow's reader allocates whatever an index asks for and trusts the order of its keys. So a checkpoint's index is
 first read here, and accepted only if it has exactly the layout of TensorFlow's writer: blocks side by side from

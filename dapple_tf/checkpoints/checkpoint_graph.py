@@ -40,7 +40,7 @@ class SnapshotGraph:
     """
 
     def __init__(self, name: str, holdings: Sequence[Holding], keys: Mapping[str, str]) -> None:
-        """Assigns each variable to the server with least to write among those that keep it.
+        """Assigns each variable to its keeper with least to write.
 
         Args:
             name: see above.

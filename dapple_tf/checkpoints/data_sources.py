@@ -74,7 +74,7 @@ class Source:
         return self.open(number, start)
 
     def describe(self, *, ahead: bool = False) -> dict[str, Any]:
-        """Returns JSON values: what must be the same when reading resumes, and what it then needs.
+        """Returns JSON values: conditions of resuming, and the position.
 
         Args:
             ahead: whether the position is the start of the next round, which hasn't been opened.

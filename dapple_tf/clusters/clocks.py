@@ -118,7 +118,7 @@ class Contradiction(NamedTuple, Generic[_Key]):
 
 @dataclass(frozen=True)
 class Refinement(Generic[_Key]):
-    """Shifts of clocks with which nothing begins before what it waits for.
+    """Shifts of clocks with which nothing begins before its inputs.
 
     Attributes:
         shifts: clock -> seconds to add to its times; clocks that stay are missing.

@@ -40,7 +40,7 @@ class ServerSettings:
 
     @classmethod
     def of_worker(cls, cpus: int, gpus: int, leader: int = 0) -> Self:
-        """Returns those of a worker with as many devices; threads as in `session.session_config`."""
+        """Returns a worker's options for as many devices; threads as in `session.session_config`."""
         inter_op, intra_op = threads(cpus + gpus, cpus)
         return cls(max(1, cpus), gpus, inter_op, intra_op, leader)
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from absl import logging
 
-from dapple_tf.clusters.ends import End
+from dapple_tf.clusters.process_exit import ProcessExit
 from dapple_tf.clusters.server_definition import ServerSettings, serialized
 from dapple_tf.clusters.tensorflow_library import LibraryError, Server, load
 from dapple_tf.describe.cluster import ClusterError, check_addresses
@@ -49,11 +49,11 @@ LONGEST_SILENCE = 86_400.0
 _LONGEST_CLIENT = 1000
 """Maximum characters of a client's name, which is shown to others and in the worker's log."""
 _SHORTEST_SECRET = 32
-"""Minimum characters of a client's secret; those of this package's clients have 256 bits."""
+"""Minimum characters of a client's secret; this package's clients have 256 bits."""
 _RECORDS = 8
 """Number of clients that a worker remembers, to tell them how their processes ended."""
 _STRANGER = "another client"
-"""What is told in place of a client's name to those who don't have its secret."""
+"""Text in place of a client's name, for others without its secret."""
 _DIRECTLY = "no_grpc_proxy"
 """Environment variable with the hosts that gRPC reaches without a proxy, in place of ``no_proxy``."""
 _FLOCK = "@hhqqi0q"
@@ -118,7 +118,7 @@ class Lease:
         return time.monotonic() - float(struct.unpack_from("d", self._pulse, 0)[0])
 
     def holder(self) -> Holder | None:
-        """Returns the process that holds it, by the kernel, and what it has recorded; None if nobody holds it."""
+        """Returns the holding process, by the kernel, and its record; None without one."""
         wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
         kind, _, _, _, process = struct.unpack(_FLOCK, fcntl.fcntl(self._file, fcntl.F_GETLK, wanted))
         return None if kind == fcntl.F_UNLCK else self.record(process) or Holder(process, "", "")
@@ -162,7 +162,7 @@ class Machine:
     keys: Keys | None = None
     report: MachineReport = dataclasses.field(default_factory=MachineReport)
     lease: Lease = dataclasses.field(default_factory=Lease)
-    ends: dict[int, End] = dataclasses.field(default_factory=dict)
+    ends: dict[int, ProcessExit] = dataclasses.field(default_factory=dict)
 
     def inventory(self) -> list[dict[str, Any]]:
         """Returns kind, memory and hardware of each device, and the card of GPUs."""

@@ -66,7 +66,7 @@ def release(connection: Connection) -> None:
 
 
 def others_use(wanted: Cluster, own: Cluster) -> bool:
-    """Whether somebody else in this process has workers of ``wanted``, of which the caller has those of ``own``."""
+    """Whether others in this process use workers of ``wanted`` besides the caller's ``own``."""
 
     def prevents(addresses: tuple[str, ...], connection: Connection) -> bool:
         if addresses == own.addresses:

@@ -165,7 +165,7 @@ AMOUNTS: Mapping[Any, Scalar] = {
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """Turns JSON data into typed values; errors say where the data is wrong, and what it must be.
+    """Turns JSON data into typed values; errors have the place and the expected type.
 
     Attributes:
         error: the class of error to raise.

@@ -46,7 +46,6 @@ __all__ = [
     "compute_loss",
     "dataset_of",
     "decays",
-    "fresh_loss",
     "functional_graph",
     "get_data_adapter",
     "hardware_questions",
@@ -74,7 +73,6 @@ __all__ = [
     "plain_on_batch",
     "python_logs",
     "recompiled",
-    "replaced_compilation",
     "resnet",
     "restricted",
     "seeds_of",
@@ -158,7 +156,7 @@ def is_cast(variable: keras.Variable) -> bool:
 
 
 def is_current(scope: keras.StatelessScope) -> bool:
-    """Returns whether layers read and assign the values of a scope now, not those of another one inside it."""
+    """Returns whether layers read and assign the values of this scope now, not of an inner one."""
     return get_stateless_scope() is scope
 
 
@@ -280,27 +278,19 @@ def names_in_logs(model: keras.Model) -> dict[int, str]:
 
 
 @contextlib.contextmanager
-def replaced_compilation(model: keras.Model, loss: Any, metrics: Any) -> Iterator[None]:
-    """Replaces a model's `compiled_loss` and `compiled_metrics` inside the context."""
-    before = {"_compile_loss": model._compile_loss, "_compile_metrics": model._compile_metrics}
-    vars(model).update(_compile_loss=loss, _compile_metrics=metrics)
+def recompiled(model: keras.Model) -> Iterator[None]:
+    """Replaces a model's losses and metrics by ones that aren't built for any structure of labels, in the context."""
+    loss, metrics = model._compile_loss, model._compile_metrics
+    before = {"_compile_loss": loss, "_compile_metrics": metrics}
+    fresh_loss = loss and type(loss)(loss._user_loss, loss._user_loss_weights, loss.reduction, loss.output_names)
+    fresh = metrics and type(metrics)(
+        metrics._user_metrics, metrics._user_weighted_metrics, output_names=metrics.output_names
+    )
+    vars(model).update(_compile_loss=fresh_loss, _compile_metrics=fresh)
     try:
         yield
     finally:
         vars(model).update(before)
-
-
-def fresh_loss(model: keras.Model) -> Any:
-    """Returns the model's compiled loss, not built for any structure of labels yet; None without one."""
-    own = model._compile_loss
-    return own and type(own)(own._user_loss, own._user_loss_weights, own.reduction, own.output_names)
-
-
-def recompiled(model: keras.Model) -> contextlib.AbstractContextManager[None]:
-    """Replaces a model's losses and metrics by ones that aren't built for any structure of labels, in the context."""
-    own = model._compile_metrics
-    metrics = own and type(own)(own._user_metrics, own._user_weighted_metrics, output_names=own.output_names)
-    return replaced_compilation(model, fresh_loss(model), metrics)
 
 
 def compute_loss(model: keras.Model, **arguments: Any) -> Any:

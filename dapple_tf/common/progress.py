@@ -67,7 +67,7 @@ class Progress(tqdm):
         self.update()
 
     def at(self, text: str, share: float) -> None:
-        """Shows how far the work is, as a share from 0 to 1 of ``total``, and what is being done."""
+        """Shows progress as a share from 0 to 1 of ``total``, and the current work."""
         self.n = round(share * (self.total or 0)) - 1
         self.step(text)
 

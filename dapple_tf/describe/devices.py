@@ -101,7 +101,7 @@ class ReductionLinks:
 
     @property
     def links(self) -> dict[str, Link]:
-        """Name -> link, of those that are known."""
+        """Name -> link, for known links."""
         return {name: link for name in REDUCTION_LINKS if (link := getattr(self, name)) is not None}
 
 

@@ -1,4 +1,4 @@
-"""The policy for lost workers, and for those that come back."""
+"""The policy for lost and returning workers."""
 
 from __future__ import annotations
 

@@ -281,6 +281,14 @@ class Plan(JsonFile):
             stages.append(replace(self.stages[stage], devices=own, operator_devices=groups, shares=None))
         return replace(self, stages=tuple(stages), report=None)
 
+    def with_stages(self, stages: Sequence[StagePlan], **others: Any) -> Plan:
+        """Returns the plan with other stages and fields, without its report and the pieces of the former stages.
+
+        Raises:
+            PlanError: as `Plan`.
+        """
+        return replace(self, stages=tuple(stages), backward_cuts=(), report=None, **others)
+
     def with_options(self, **options: Any) -> Plan:
         """Returns the plan with other options, `cuts` and `devices` included, and without its report.
 
@@ -449,6 +457,16 @@ class Plan(JsonFile):
         groups = tuple(stage.operator_devices for stage in self.stages if stage.operator_devices is not None)
         return groups or None
 
+    @property
+    def places_operators(self) -> bool:
+        """Whether stages place their operators one by one, on a group of devices for each replica."""
+        return self.operator_devices is not None
+
+    @functools.cached_property
+    def groups(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """Devices of each stage's replicas: several where these place their operators, one of the others."""
+        return self.operator_devices or tuple(tuple((device,) for device in own) for own in self.devices)
+
     @functools.cached_property
     def relays(self) -> tuple[int, ...]:
         """Stages that hand on what they read."""
@@ -487,9 +505,7 @@ class Plan(JsonFile):
     @property
     def working_devices(self) -> tuple[tuple[int, ...], ...]:
         """For each stage the devices that compute its tasks, or their single operators."""
-        if self.operator_devices is None:
-            return self.devices
-        return tuple(tuple(itertools.chain(*groups)) for groups in self.operator_devices)
+        return tuple(tuple(itertools.chain(*groups)) for groups in self.groups)
 
     @property
     def compiled(self) -> bool:
@@ -499,12 +515,12 @@ class Plan(JsonFile):
     @property
     def spread_stages(self) -> frozenset[int]:
         """The stages whose replicas place their operators on several devices."""
-        return frozenset(stage for stage, groups in enumerate(self.operator_devices or ()) if len(groups[0]) > 1)
+        return frozenset(stage for stage, groups in enumerate(self.groups) if len(groups[0]) > 1)
 
     @property
     def flat_stages(self) -> frozenset[int]:
-        """The stages whose operators are placed one by one: all if any are, but for those that XLA compiles."""
-        if self.operator_devices is None:
+        """Stages with operator placement: none, or all that XLA doesn't compile."""
+        if not self.places_operators:
             return frozenset()
         return self.spread_stages if self.compiled else frozenset(range(self.num_stages))
 
@@ -522,6 +538,11 @@ class Plan(JsonFile):
         """Returns the samples of each replica of a stage in a micro-batch."""
         own = self.stages[stage]
         return slice_intervals(micro_batch, len(own.devices), own.shares)
+
+    def largest_slices(self, stage: int, micro_batch: Interval) -> tuple[int, ...]:
+        """Returns the most samples of each replica of a stage: the same for all if all stages cut evenly."""
+        sizes = [part.size for part in self.slices(stage, micro_batch)]
+        return tuple(sizes) if any(own.shares for own in self.stages) else (max(sizes),) * len(sizes)
 
     def warm_up_counts(self) -> tuple[int, ...]:
         """Returns K of each stage (`schedules.in_flight_limits`) without a memory limit."""
@@ -569,7 +590,7 @@ class Plan(JsonFile):
         for stage, devices in enumerate(self.devices):
             for replica, device in enumerate(devices):
                 works_of.setdefault(device, []).append(f"{stage}" + (f".r{replica}" if len(devices) > 1 else ""))
-        for stage, groups in enumerate(self.operator_devices or ()):
+        for stage, groups in enumerate(self.groups):
             for replica, group in enumerate(groups):
                 for device in group[1:]:
                     text = f"{stage}" + (f".r{replica}" if len(groups) > 1 else "") + " (operators)"
@@ -587,16 +608,15 @@ class Plan(JsonFile):
                 stage.
         """
         count = cluster.num_devices
-        for stage, devices in enumerate(self.devices):
-            for device in self.working_devices[stage]:
+        for stage, groups in enumerate(self.groups):
+            for device in itertools.chain(*groups):
                 if device >= count:
                     numbers = "(0)" if count == 1 else f"(0 to {count - 1})"
                     raise PlanError(
                         f"plan puts stage {stage} on device {device}, but the cluster has {count} "
                         f"device{'s' if count > 1 else ''} {numbers}; choose one of these or use a larger cluster"
                     )
-            groups = () if self.operator_devices is None else self.operator_devices[stage]
-            for place, like in enumerate([devices, *itertools.islice(zip(*groups, strict=True), 1, None)]):
+            for place, like in enumerate(zip(*groups, strict=True)):
                 types = {device: cluster.devices[device].type for device in like}
                 if len(set(types.values())) > 1:
                     where = f"place {place} in the groups of " if place else ""

@@ -21,7 +21,7 @@ def header(plan: Plan) -> str:
         f"Plan: global batch {plan.global_batch_size}, {plan.micro_batches} "
         f"micro-batch{'es' if plan.micro_batches > 1 else ''} ({batches} samples), schedule {plan.schedule}, "
         f"recompute {recompute_text(plan)}, jit {'on' if plan.compiled else 'off'}"
-        f"{'' if plan.operator_devices is None else ', operators placed one by one'}"
+        f"{', operators placed one by one' if plan.places_operators else ''}"
     )
 
 
@@ -44,7 +44,7 @@ def rows(plan: Plan) -> list[list[str]]:
     for stage, (devices, warm_up) in enumerate(zip(plan.devices, plan.warm_up_counts(), strict=True)):
         layer = plan.cuts[stage] if stage < len(plan.cuts) else "(last)"
         slices = " | ".join(_runs(tuple(part.size for part in plan.slices(stage, Interval(0, size)))) for size in sizes)
-        groups = [devices] if plan.operator_devices is None else plan.operator_devices[stage]
+        groups = plan.groups[stage] if plan.places_operators else [devices]
         row = [str(stage), layer, " | ".join(map(ranges, groups)), str(len(devices)), slices, str(warm_up)]
         if report is not None:
             reported = report.stages[stage]

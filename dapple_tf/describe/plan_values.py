@@ -1,13 +1,10 @@
-"""Converting what people write into plans to tuples and numbers: lists of names, of devices and of times."""
+"""Converting what people write into plans to tuples and numbers: lists of names and of devices."""
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
-
-import numpy as np
 
 from dapple_tf.common.data_files import short
 from dapple_tf.describe.plan_report import LARGEST
@@ -56,82 +53,14 @@ def layer_names(cuts: object, what: str = "cuts") -> tuple[str, ...]:
     return names
 
 
-def device_lists(devices: object, what: str = "devices") -> tuple[tuple[int, ...], ...]:
-    """Returns a list of lists of device numbers as tuples; ``what`` names them in errors.
+def device_lists(devices: object) -> tuple[tuple[int, ...], ...]:
+    """Returns a list of lists of device numbers as tuples.
 
     Raises:
         PlanValueError: ``devices`` isn't such a list.
     """
-    stages = listed(what, devices, "[[0, 1], [2]] with a list for each stage")
-    return tuple(integers(f"{what} of stage {stage}", values) for stage, values in enumerate(stages))
-
-
-def device_groups(groups: object, what: str = "operator_devices") -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Returns for each stage its replicas' groups of device numbers as tuples; ``what`` names them in errors.
-
-    A stage may be a list of numbers, too: the group of its only replica.
-
-    Raises:
-        PlanValueError: ``groups`` isn't such a list.
-    """
-    stages = []
-    for stage, values in enumerate(listed(what, groups, "[[[0, 1], [2, 3]], [[4, 5]]] with a list for each stage")):
-        where = f"{what} of stage {stage}"
-        entries = listed(where, values, "[[0, 1], [2, 3]] with a group for each replica")
-        if not any(isinstance(entry, Iterable) and not isinstance(entry, str | Mapping) for entry in entries):
-            entries = (entries,)
-        stages.append(tuple(integers(f"{where}, group {number}", own) for number, own in enumerate(entries)))
-    return tuple(stages)
-
-
-def names_of_stages(what: str, value: object, known: tuple[str, ...]) -> str | tuple[str, ...]:
-    """Returns a name for all stages, or a list with one for each as a tuple; ``what`` names the option in errors.
-
-    Raises:
-        PlanValueError: a name isn't known.
-    """
-    single = isinstance(value, str)
-    names = (value,) if single else listed(what, value, f"['{known[0]}', '{known[1]}'] with one for each stage")
-    for name in names:
-        if name not in known:
-            raise PlanValueError(f"unknown {what} {short(name)}; use one of {', '.join(known)}")
-    return names[0] if single else names
-
-
-def share_lists(shares: object) -> tuple[tuple[int, ...], ...]:
-    """Returns the shares of each stage's replicas as tuples, in lowest terms.
-
-    Raises:
-        PlanValueError: a stage's shares aren't whole numbers of at least 1.
-    """
-    stages = []
-    for stage, values in enumerate(listed("shares", shares, "[[2, 1], [1]] with a list for each stage")):
-        numbers = integers(f"shares of stage {stage}", values)
-        if not numbers or min(numbers) < 1:
-            raise PlanValueError(
-                f"shares of stage {stage} are {short(list(numbers))}; give each replica a whole number of at least 1"
-            )
-        common = math.gcd(*numbers)
-        stages.append(tuple(number // common for number in numbers))
-    return tuple(stages)
-
-
-def task_times(seconds: object) -> tuple[tuple[float, float, float], ...]:
-    """Returns the times of F, Bx and Bw of each stage as tuples.
-
-    Raises:
-        PlanValueError: a stage hasn't three numbers of at least 0.
-    """
-    triples = []
-    for stage, times in enumerate(listed("task_seconds", seconds, "[[1, 1, 1]] with F, Bx and Bw of each stage")):
-        entries = listed(f"task_seconds of stage {stage}", times, "[1, 1, 1]")
-        numbers = [x for x in entries if isinstance(x, int | float | np.number) and not isinstance(x, bool)]
-        if len(entries) != 3 or len(numbers) != 3 or not all(0 <= x < LARGEST for x in numbers):
-            raise PlanValueError(
-                f"task_seconds of stage {stage} is {short(times)}; give the times of F, Bx and Bw, such as [1, 1, 1]"
-            )
-        triples.append((float(numbers[0]), float(numbers[1]), float(numbers[2])))
-    return tuple(triples)
+    stages = listed("devices", devices, "[[0, 1], [2]] with a list for each stage")
+    return tuple(integers(f"devices of stage {stage}", values) for stage, values in enumerate(stages))
 
 
 def integers(what: str, values: object) -> tuple[int, ...]:

@@ -349,7 +349,7 @@ def _listed_sizes(tensors: Sequence[Tensor], output: Cost, names: Mapping[int, s
 
 
 def _by_entry(sizes: Mapping[int, Fraction], total: Fraction, samples: int) -> Iterator[str]:
-    """Yields the sizes of a layer's entries: those that are read, and the rest of its output in the first other one."""
+    """Yields sizes of a layer's entries: of tensors, and the rest of its output."""
     texts = {entry: _text(size, samples) for entry, size in sizes.items()}
     rest = total - sum(map(Fraction, texts.values()))
     used = sum(map(Decimal, texts.values()), start=Decimal(0))

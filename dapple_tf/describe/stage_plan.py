@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
+
+import numpy as np
 
 from dapple_tf.common.data_files import short
 from dapple_tf.common.units import counted
+from dapple_tf.describe.plan_report import LARGEST
 from dapple_tf.describe.plan_values import (
     ALL_REDUCE,
     RECOMPUTE_MODES,
     PlanError,
     PlanValueError,
-    device_groups,
     device_lists,
     integers,
     layer_names,
     listed,
-    names_of_stages,
-    share_lists,
-    task_times,
 )
 
 _Value = TypeVar("_Value")
@@ -58,6 +58,21 @@ class StagePlan:
     all_reduce: str = "flat"
     relays: bool = False
     task_seconds: tuple[float, float, float] | None = None
+
+    def of_replicas(self, groups: Mapping[int, tuple[int, ...]]) -> StagePlan:
+        """Returns the stage with some of its replicas alone, on other devices, without relaying and task times.
+
+        Args:
+            groups: replica -> its group of devices.
+        """
+        return replace(
+            self,
+            devices=tuple(group[0] for group in groups.values()),
+            shares=None if self.shares is None else tuple(self.shares[replica] for replica in groups),
+            operator_devices=None if self.operator_devices is None else tuple(groups.values()),
+            relays=False,
+            task_seconds=None,
+        )
 
 
 def stages_of(
@@ -100,24 +115,24 @@ def stages_of(
             raise PlanError(
                 f"relays has stage {relay}; with {counted(count, 'stage')} they are numbered 0 to {count - 1}"
             )
-    own_shares = _each("shares", None if shares is None else share_lists(shares), count)
+    own_shares = _each("shares", None if shares is None else _share_lists(shares), count)
     for stage, (own, numbers) in enumerate(zip(replicas, own_shares, strict=True)):
         if numbers is not None and len(numbers) != len(own):
             raise PlanError(
                 f"shares of stage {stage} are {counted(len(numbers), 'number')} for {counted(len(own), 'replica')} on "
                 f"its devices; give one for each"
             )
-    groups = None if operator_devices is None else device_groups(operator_devices)
-    seconds = None if task_seconds is None else task_times(task_seconds)
+    groups = None if operator_devices is None else _device_groups(operator_devices)
+    seconds = None if task_seconds is None else _task_times(task_seconds)
     return tuple(
         StagePlan(*values)
         for values in zip(
             [*names, None],
             replicas,
             [None if numbers is None or len(set(numbers)) == 1 else numbers for numbers in own_shares],
-            _each("recompute", names_of_stages("recompute", recompute, RECOMPUTE_MODES), count),
+            _each("recompute", _names_of_stages("recompute", recompute, RECOMPUTE_MODES), count),
             _each("operator_devices", groups, count),
-            _each("all_reduce", names_of_stages("all_reduce", all_reduce, ALL_REDUCE), count),
+            _each("all_reduce", _names_of_stages("all_reduce", all_reduce, ALL_REDUCE), count),
             [stage in relaying for stage in range(count)],
             _each("task_seconds", seconds, count),
             strict=True,
@@ -166,3 +181,72 @@ def _each(what: str, values: str | Sequence[_Value] | None, count: int) -> Seque
     if len(values) != count:
         raise PlanError(f"{what} has {counted(len(values), 'value')} for {counted(count, 'stage')}; give one for each")
     return values
+
+
+def _device_groups(groups: object) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Returns for each stage its replicas' groups of device numbers as tuples.
+
+    A stage may be a list of numbers, too: the group of its only replica.
+
+    Raises:
+        PlanValueError: ``groups`` isn't such a list.
+    """
+    stages = []
+    example = "[[[0, 1], [2, 3]], [[4, 5]]] with a list for each stage"
+    for stage, values in enumerate(listed("operator_devices", groups, example)):
+        where = f"operator_devices of stage {stage}"
+        entries = listed(where, values, "[[0, 1], [2, 3]] with a group for each replica")
+        if not any(isinstance(entry, Iterable) and not isinstance(entry, str | Mapping) for entry in entries):
+            entries = (entries,)
+        stages.append(tuple(integers(f"{where}, group {number}", own) for number, own in enumerate(entries)))
+    return tuple(stages)
+
+
+def _names_of_stages(what: str, value: object, known: tuple[str, ...]) -> str | tuple[str, ...]:
+    """Returns a name for all stages, or a list with one for each as a tuple; ``what`` names the option in errors.
+
+    Raises:
+        PlanValueError: a name isn't known.
+    """
+    single = isinstance(value, str)
+    names = (value,) if single else listed(what, value, f"['{known[0]}', '{known[1]}'] with one for each stage")
+    for name in names:
+        if name not in known:
+            raise PlanValueError(f"unknown {what} {short(name)}; use one of {', '.join(known)}")
+    return names[0] if single else names
+
+
+def _share_lists(shares: object) -> tuple[tuple[int, ...], ...]:
+    """Returns the shares of each stage's replicas as tuples, in lowest terms.
+
+    Raises:
+        PlanValueError: a stage's shares aren't whole numbers of at least 1.
+    """
+    stages = []
+    for stage, values in enumerate(listed("shares", shares, "[[2, 1], [1]] with a list for each stage")):
+        numbers = integers(f"shares of stage {stage}", values)
+        if not numbers or min(numbers) < 1:
+            raise PlanValueError(
+                f"shares of stage {stage} are {short(list(numbers))}; give each replica a whole number of at least 1"
+            )
+        common = math.gcd(*numbers)
+        stages.append(tuple(number // common for number in numbers))
+    return tuple(stages)
+
+
+def _task_times(seconds: object) -> tuple[tuple[float, float, float], ...]:
+    """Returns the times of F, Bx and Bw of each stage as tuples.
+
+    Raises:
+        PlanValueError: a stage hasn't three numbers of at least 0.
+    """
+    triples = []
+    for stage, times in enumerate(listed("task_seconds", seconds, "[[1, 1, 1]] with F, Bx and Bw of each stage")):
+        entries = listed(f"task_seconds of stage {stage}", times, "[1, 1, 1]")
+        numbers = [x for x in entries if isinstance(x, int | float | np.number) and not isinstance(x, bool)]
+        if len(entries) != 3 or len(numbers) != 3 or not all(0 <= x < LARGEST for x in numbers):
+            raise PlanValueError(
+                f"task_seconds of stage {stage} is {short(times)}; give the times of F, Bx and Bw, such as [1, 1, 1]"
+            )
+        triples.append((float(numbers[0]), float(numbers[1]), float(numbers[2])))
+    return tuple(triples)

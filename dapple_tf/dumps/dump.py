@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import html
 import logging
 import os
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import keras
+import tensorflow as tf
+from tensorflow.core.util import event_pb2
 
 from dapple_tf.common.progress import Progress
 from dapple_tf.common.units import counted
@@ -16,8 +20,6 @@ from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.layer_profile import ProfileError
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile
-from dapple_tf.dumps.dump_index import Entry, Section, index_page
-from dapple_tf.dumps.event_files import together, write_events
 from dapple_tf.dumps.output_folder import filled
 from dapple_tf.errors import DataError
 from dapple_tf.execution.builds import Build, StepKind, StepSource
@@ -37,20 +39,104 @@ from dapple_tf.schedules.schedule_csv import to_csv
 from dapple_tf.schedules.schedule_request import ScheduleError
 from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulator import simulate
-from dapple_tf.view.dot import DrawingError, dot_text, draw_graph
 from dapple_tf.view.files import save_timelines
+from dapple_tf.view.graph_svg import graph_svg
 from dapple_tf.view.page import graph_page
 from dapple_tf.view.step_graph import task_graph
 from dapple_tf.view.task_graph import TaskGraph
 from dapple_tf.view.timeline import Timeline
+from graph_passes.ir.graph import GraphDef, Ref, control_inputs, data_inputs
 from graph_passes.ir.program import Program
 from graph_passes.ir.tasks import Schedule
 from graph_passes.pass_manager import Dump, Dumped, Pass, run_passes, stage_graphs
 
+_STYLE = """
+body { font: 14px/1.45 system-ui, sans-serif; color: #1f2328; margin: 2em auto; max-width: 70em; padding: 0 1em; }
+h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 1.6em; }
+table { border-collapse: collapse; width: 100%; }
+td, th { padding: .25em .8em .25em 0; text-align: left; vertical-align: top; border-bottom: 1px solid #e3e5e8; }
+td.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+pre { background: #f3f5f7; padding: .8em; overflow-x: auto; font-size: 12px; }
+img { max-width: 100%; border: 1px solid #e3e5e8; }
+p.note { color: #57606a; }
+"""
+
+
+class Entry(NamedTuple):
+    """A file, or a note in its place.
+
+    Attributes:
+        name: its path in the dump; empty for a note alone.
+        what: its description, or why it is missing.
+        bytes: its size in bytes.
+        nodes: number of nodes at a graph's top level.
+        functions: number of functions in its library.
+    """
+
+    name: str
+    what: str
+    bytes: int = 0
+    nodes: int | None = None
+    functions: int | None = None
+
+
+class Section(NamedTuple):
+    """Files that belong together.
+
+    Attributes:
+        title: heading of the section.
+        entries: entries in reading order.
+        picture: path of a picture to show; empty for none.
+    """
+
+    title: str
+    entries: Sequence[Entry]
+    picture: str = ""
+
+
+def index_page(title: str, text: str, sections: Sequence[Section]) -> str:
+    """Returns the HTML page.
+
+    Args:
+        title: heading of the page.
+        text: preformatted text below it: the plan.
+        sections: the files.
+    """
+    parts = [
+        "<!DOCTYPE html>",
+        f'<html lang="en"><head><meta charset="utf-8"><title>{_escaped(title)}</title>',
+        f"<style>{_STYLE}</style></head><body>",
+        f"<h1>{_escaped(title)}</h1>",
+        f"<pre>{_escaped(text)}</pre>",
+    ]
+    for section in sections:
+        parts.append(f"<h2>{_escaped(section.title)}</h2>")
+        if section.picture:
+            source = html.escape(section.picture, quote=True)
+            parts.append(f'<p><a href="{source}"><img src="{source}" alt="task graph"></a></p>')
+        parts.append("<table><tr><th>file</th><th>what it is</th><th>size</th><th>nodes</th><th>functions</th></tr>")
+        parts += [_row(entry) for entry in section.entries if entry.name]
+        parts.append("</table>")
+        parts += [f'<p class="note">{_escaped(entry.what)}</p>' for entry in section.entries if not entry.name]
+    return "\n".join([*parts, "</body></html>"]) + "\n"
+
+
+def _row(entry: Entry) -> str:
+    name = html.escape(entry.name, quote=True)
+    numbers = (f"{entry.bytes:,}", *("" if count is None else f"{count:,}" for count in (entry.nodes, entry.functions)))
+    cells = "".join(f'<td class="number">{number}</td>' for number in numbers)
+    return f'<tr><td><a href="{name}">{name}</a></td><td>{_escaped(entry.what)}</td>{cells}</tr>'
+
+
+def _escaped(text: str) -> str:
+    return html.escape(text, quote=False)
+
+
 logger = logging.getLogger(__name__)
 
 EVENTS_FOLDER = "tensorboard"
-_MOST_DOT_NODES = 5000
+_MOST_DRAWN = 1000
+"""Maximum number of nodes of a picture; nobody can read a larger one."""
 _TIMELINES = {
     "timeline.html": "the step over time, for a browser",
     "timeline.svg": "the step over time, a picture",
@@ -144,9 +230,7 @@ def dump(
         else:
             wanted.insert(0, lambda writer: writer.training(known))
     started = time.perf_counter()
-    placer = None
-    if passes.plan.operator_devices is not None:
-        placer = StepPlacer(passes.plan, passes.cluster, operator_costs or OperatorCosts(), passes.pipeline)
+    placer = passes.placer(operator_costs)
     total = len(wanted) * (passes.pipeline.count + 4) + 1
     with filled(directory) as folder, kept_metrics(model), Progress("writing the dump", total) as bar:
         writer = _Writer(folder, model, passes, placer, table, profile, bar)
@@ -255,20 +339,13 @@ class _Writer:
 
     def _graph(self, place: pathlib.Path, title: str, graph: TaskGraph) -> list[Entry]:
         self.bar.step(f"{place.name}: drawing the task graph")
-        page, text, picture = place / "graph.html", place / "graph.dot", place / "graph.svg"
+        page, picture = place / "graph.html", place / "graph.svg"
         page.write_text(graph_page(graph, title=title), encoding="utf-8")
         entries = [self.entry(page, f"the task graph, {len(graph.nodes):,} nodes: zoom, filter and click in a browser")]
-        if len(graph.nodes) > _MOST_DOT_NODES:
-            note = f"There is no graph.dot or graph.svg: {len(graph.nodes):,} nodes are more than Graphviz can show."
-            return [*entries, Entry("", note)]
-        text.write_text(dot_text(graph, title=title), encoding="utf-8")
-        entries.append(self.entry(text, "the same for Graphviz"))
-        try:
-            draw_graph(graph, picture, title=title)
-        except DrawingError as error:
-            logger.info("%s", error)
-            return [*entries, Entry("", str(error))]
-        return [*entries, self.entry(picture, "the same, drawn by Graphviz")]
+        if len(graph.nodes) > _MOST_DRAWN:
+            return [*entries, Entry("", f"There is no graph.svg: it is drawn for at most {_MOST_DRAWN:,} nodes.")]
+        picture.write_text(graph_svg(graph, title=title), encoding="utf-8")
+        return [*entries, self.entry(picture, "the same, a picture")]
 
     def _schedule(self, place: pathlib.Path, schedule: Schedule) -> list[Entry]:
         text, table = place / "schedule.txt", place / "schedule.csv"
@@ -345,3 +422,46 @@ class _Graphs:
         stages = {f"stage{index}": graph for index, graph in stage_graphs(program).items()}
         graph = together(stages) if stages else program.graph
         write_events(self._runs / f"{number:02d}_{item.name}", graph)
+
+
+EVENTS = "events.out.tfevents.0.graph"
+"""Name of the event file in a run's directory."""
+
+
+def write_events(directory: pathlib.Path, graph: GraphDef) -> pathlib.Path:
+    """Writes a run with a graph; returns its file."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / EVENTS
+    now = time.time()
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for event in (
+            event_pb2.Event(wall_time=now, file_version="brain.Event:2"),
+            event_pb2.Event(wall_time=now, graph_def=graph.SerializeToString()),
+        ):
+            writer.write(event.SerializeToString())
+    return path
+
+
+def together(graphs: Mapping[str, GraphDef]) -> GraphDef:
+    """Merges graphs into one, each with its nodes under ``name/``; of functions with one name, the first stays."""
+    merged = GraphDef()
+    functions: set[str] = set()
+    gradients: set[str] = set()
+    for name, graph in graphs.items():
+        merged.versions.CopyFrom(graph.versions)
+        for original in graph.node:
+            node = merged.node.add()
+            node.CopyFrom(original)
+            node.name = f"{name}/{original.name}"
+            del node.input[:]
+            node.input.extend(str(Ref(f"{name}/{ref.node}", ref.output)) for ref in data_inputs(original))
+            node.input.extend(f"^{name}/{waited}" for waited in control_inputs(original))
+        for function in graph.library.function:
+            if function.signature.name not in functions:
+                functions.add(function.signature.name)
+                merged.library.function.add().CopyFrom(function)
+        for gradient in graph.library.gradient:
+            if gradient.function_name not in gradients:
+                gradients.add(gradient.function_name)
+                merged.library.gradient.add().CopyFrom(gradient)
+    return merged

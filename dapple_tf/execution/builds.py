@@ -150,7 +150,7 @@ class Build:
         return f"{self.prefix}flush"
 
     def leave(self, names: Collection[str]) -> None:
-        """Notes that the session's graph is an empty one, and forgets all steps but those of these names."""
+        """Notes an empty session graph, and forgets all steps but the named ones."""
         evicted = {kind: name for kind, (name, _) in self.steps.items() if name not in names}
         for kind, name in evicted.items():
             del self.steps[kind], self.graphs[name], self.nodes[name]

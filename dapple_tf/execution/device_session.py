@@ -162,7 +162,7 @@ class DeviceSession:
         return name in self._longest
 
     def most_run(self, count: int) -> list[str]:
-        """Returns the ``count`` steps that have run most often; of those that ran equally often, the latest."""
+        """Returns the ``count`` most frequent steps, the latest first among equals."""
         return sorted(self._runs, key=self._runs.__getitem__)[-count:] if count else []
 
     def run_step(self, name: str, request: StepRequest, values: Sequence[Any], metadata: Any = None) -> Any:

@@ -278,7 +278,7 @@ class Engine:
         Raises:
             DataError: they can't.
         """
-        if self.plan.operator_devices is not None:
+        if self.plan.places_operators:
             raise DataError(
                 "the plan places single operators (operator_devices), for which workers don't read data themselves: "
                 "feed the data from this process, or use a plan of stages"
@@ -299,35 +299,26 @@ class Engine:
         """Returns the kind of the next step, after left-over updates of another kind were flushed."""
         return self.builder.kind(built, samples, head=self.state.left_over is not None, **options)
 
-    def has_run(
+    def prepared(
         self, mode: Mode, spec: BatchSpec, samples: int, *, training: bool | None = None, **options: bool
-    ) -> bool:
-        """Whether such a step has run already, so that nothing needs to be prepared.
+    ) -> str | None:
+        """Returns the name of the prepared step for a batch; None if it must be made.
 
         Args:
             mode: mode of the step.
             spec: structure of the batch.
             samples: number of samples in the batch.
             training: as for `run`.
-            options: ``want_gradients`` and ``trace``, as for `run`, and those of `read_by`.
+            options: ``want_gradients`` and ``trace``, as for `run`, and the options of `read_by`.
         """
-        name = self._step_name(mode, spec, samples, training, **options)
-        return name is not None and self.session.has_run(name)
-
-    def lacks_room(
-        self, mode: Mode, spec: BatchSpec, samples: int, *, training: bool | None = None, **options: bool
-    ) -> bool:
-        """Whether such a step must be made, and as many as may stay prepared are there; arguments as for `has_run`."""
-        full = self.builder.num_steps >= self._most_steps
-        return full and self._step_name(mode, spec, samples, training, **options) is None
-
-    def _step_name(
-        self, mode: Mode, spec: BatchSpec, samples: int, training: bool | None, **options: bool
-    ) -> str | None:
-        """Returns the name of such a step if there is one."""
         built = self.builder.builds.get((mode, spec.key, mode is Mode.TRAIN if training is None else training))
         step = None if built is None else built.steps.get(self._kind(built, samples, **options))
         return None if step is None else step[0]
+
+    @property
+    def full(self) -> bool:
+        """Whether as many steps are prepared as may stay."""
+        return self.builder.num_steps >= self._most_steps
 
     # ---- traces
 

@@ -40,7 +40,7 @@ def check_kernels(graph: GraphDef) -> None:
 
 
 def _lacking(graph: GraphDef) -> Iterator[NodeDef]:
-    """Returns the nodes that may lack a kernel: all on GPUs, and in functions those that make variables."""
+    """Returns nodes that may lack a kernel: on GPUs, or making variables in functions."""
     within = (node for function in graph.library.function for node in function.node_def if node.op == VARIABLE)
     for node in itertools.chain((node for node in graph.node if on_gpu(node.device)), within):
         if node.op not in PASSED and kernel_of(node, GPU) is None:

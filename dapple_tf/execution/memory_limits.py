@@ -12,8 +12,8 @@ from graph_passes.ir.program import Layout, Program, Stage
 
 
 def limited_devices(plan: Plan, cluster: Cluster) -> dict[int, int]:
-    """Returns device -> bytes of its memory, for those of a plan's devices whose memory limits micro-batches."""
-    if plan.operator_devices is not None:
+    """Returns device -> bytes of memory, for devices whose memory limits micro-batches."""
+    if plan.places_operators:
         return {}  # A stage's memory is that of several devices, within which its operators are placed.
     devices = {device for replicas in plan.devices for device in replicas}
     limits = {device: cluster.devices[device].memory_bytes for device in sorted(devices)}
@@ -42,10 +42,12 @@ def residuals_held(
     if not known:
         return None
     count, shared = len(layout.micro_batch_intervals), plan.policy.shares_room
+    first = layout.micro_batch_intervals[0]
+    largest = [plan.largest_slices(stage, first) for stage in range(plan.num_stages)]
     held = [count * plan.num_stages if shared else count] * plan.num_stages
     for device, limit in known.items():
         stages = [stage for stage, replicas in enumerate(plan.devices) if device in replicas]
-        samples = [_samples(plan, layout, stage, device) for stage in stages]
+        samples = [largest[stage][plan.devices[stage].index(device)] for stage in stages]
         sizes = [_slice_bytes(program.stages[stage], own) for stage, own in zip(stages, samples, strict=True)]
         stored = stored_bytes(cluster.device_names[device])
         need = DeviceNeed(stored, sum(sizes), max(sizes), len(stages), max(samples))
@@ -60,14 +62,6 @@ def residuals_held(
         for stage in stages:
             held[stage] = min(held[stage], fitting)
     return tuple(held)
-
-
-def _samples(plan: Plan, layout: Layout, stage: int, device: int) -> int:
-    """Returns the samples of a stage's largest slice, if replicas have shares: of those on a device."""
-    slices = layout.slices(stage, 0)
-    if any(own.shares for own in plan.stages):
-        slices = tuple(part for own, part in zip(plan.devices[stage], slices, strict=True) if own == device)
-    return max(interval.size for interval in slices)
 
 
 def _slice_bytes(stage: Stage, samples: int) -> int:

@@ -20,7 +20,7 @@ class NoteKind(enum.Enum):
     """The kind of a difference; the value names it."""
 
     COUPLED = "samples together"
-    """Samples are compared, normalised or sorted with the others of their slice, not with those of the batch."""
+    """Samples are compared, normalised or sorted within their slice, not the batch."""
     PAIRS = "samples in pairs"
     """An output has the samples along two axes: each is compared with the others of its slice."""
     BATCH_SIZE = "batch size"
@@ -125,7 +125,7 @@ _TOLD = {
     ),
 }
 _MIXING = (Coupling.TOGETHER, Coupling.MICRO_BATCH, Coupling.PLACE)
-"""Couplings that explain all others in the same layer, but for those of state, which stay off."""
+"""Couplings that explain all others in the same layer, except couplings by state."""
 
 
 def notes_of(program: Program, slices: Sequence[int], micro_batches: int = 1) -> tuple[Note, ...]:

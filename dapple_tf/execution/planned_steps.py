@@ -17,7 +17,6 @@ from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.operators.op_costs import OperatorCosts
-from dapple_tf.operators.step_placer import StepPlacer
 from dapple_tf.variables.device_values import parameters_in_shards
 from dapple_tf.variables.parameter_groups import holdings, optimizer_variables, readers_of, stored_in_shards
 from graph_passes.ir.program import Program
@@ -26,7 +25,7 @@ from graph_passes.pass_manager import Instrument, run_passes
 
 def with_compiler(plan: Plan, model: keras.Model, cluster: Cluster) -> Plan:
     """Returns a plan that compiles stages where Keras compiles models by default: on GPUs, if XLA can."""
-    decided = plan.jit_compile is not None or plan.operator_devices is not None
+    decided = plan.jit_compile is not None or plan.places_operators
     if decided or not cluster.all_gpus(itertools.chain(*plan.devices)):
         return plan
     return dataclasses.replace(plan, jit_compile=model_supports_jit(model))
@@ -52,10 +51,8 @@ def planned_step(
     source = training_source(model, passes, table, spec, program)
     kind = full_step(source, plan)
     complete = complete_step(passes, source, kind)
-    if plan.operator_devices is None:
-        return complete
-    placer = StepPlacer(plan, cluster, operator_costs or OperatorCosts(), passes.pipeline)
-    return placer.place(complete, source.built.input_shapes(kind), {}).program
+    placer = passes.placer(operator_costs)
+    return complete if placer is None else placer.place(complete, source.built.input_shapes(kind), {}).program
 
 
 def training_source(
@@ -83,7 +80,7 @@ def full_step(source: StepSource, plan: Plan) -> StepKind:
 def complete_step(
     passes: StepPasses, source: StepSource, kind: StepKind, instruments: Sequence[Instrument] = ()
 ) -> Program:
-    """Returns a step after all passes, but for those that place single operators."""
+    """Returns a step after all passes, except placement of single operators."""
     built = source.built
     schedule = passes.schedule(built, passes.layout(kind.samples), source.holdings)
     in_shards = parameters_in_shards(source.holdings)

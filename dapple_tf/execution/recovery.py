@@ -24,7 +24,7 @@ from dapple_tf.network.inquiry import inventory, reachable
 logger = logging.getLogger(__name__)
 
 Base = Mapping[str, tf.Tensor] | Path
-"""Values that are safe from faults: those that devices and model agreed on last, or a checkpoint."""
+"""Values that are safe from faults: the last agreed ones, or a checkpoint."""
 
 _PAUSE_SECONDS = 0.5
 _REPORT_SECONDS = 10.0
@@ -196,7 +196,7 @@ class Recovery:
 
 
 def wait_for_workers(cluster: Cluster, policy: FaultPolicy) -> None:
-    """Waits for workers that aren't there, such as those that are just restarting, unless the policy is ``raise``.
+    """Waits for missing workers, such as restarting ones, unless the policy is ``raise``.
 
     Raises:
         ClusterError: one isn't there in time, or can't be used.

@@ -220,7 +220,7 @@ class Runtime:
                         others.setdefault(id(watcher), (watcher, []))[1].append(variable)
             self._others = list(others.values())
 
-    def looked_at(self, variables: Sequence[tf.Variable]) -> None:
+    def on_read(self, variables: Sequence[tf.Variable]) -> None:
         """Brings the newest values of variables into the model before they are read or assigned.
 
         Raises:
@@ -243,7 +243,7 @@ class Runtime:
             self._watch()
         with untold(self):
             for watcher, variables in self._others:
-                watcher.looked_at(variables)
+                watcher.on_read(variables)
                 self.values.doubt()
 
     def load(self) -> None:
@@ -331,7 +331,7 @@ class Runtime:
         self._note_checkpoint()
         return result
 
-    def make_safe(self) -> None:
+    def sync_if_due(self) -> None:
         """Syncs the values if there are many batches, or some seconds, since they were safe."""
         began = time.monotonic()
         longest = max(_LONG_SECONDS, self._sync_seconds / _SYNC_SHARE)
@@ -358,9 +358,10 @@ class Runtime:
         """
 
         def step() -> StepResult:
-            with self._shown(mode, batch, training=training, **options):
-                samples = batch.spec.parts(batch.samples)
-                if self.engine.lacks_room(mode, batch.spec, samples, training=training, **options):
+            samples, read = batch.spec.parts(batch.samples), read_by(batch.address)
+            prepared = self.engine.prepared(mode, batch.spec, samples, training=training, **read, **options)
+            with self._shown(mode, batch, prepared):
+                if prepared is None and self.engine.full:
                     with self._looking:
                         self.values.make_room()
                 self.values.prepare(mode, batch.spec, training)
@@ -384,10 +385,15 @@ class Runtime:
             text += "".join(f"; layer {note.layer!r} {note.text}; {note.way_out}" for note in told)
             raise StepError(f"a {mode.value} step failed: {text}{kept}") from error
 
-    def _shown(self, mode: Mode, batch: Batch, **options: Any) -> contextlib.AbstractContextManager[None]:
-        """Returns a context that shows the preparation, unless nothing is prepared or the step only measures."""
-        options |= read_by(batch.address)
-        if self._apart or self.engine.has_run(mode, batch.spec, batch.spec.parts(batch.samples), **options):
+    def _shown(self, mode: Mode, batch: Batch, prepared: str | None) -> contextlib.AbstractContextManager[None]:
+        """Returns a context that shows the preparation, unless the step has run before or only measures.
+
+        Args:
+            mode: the step's mode.
+            batch: its batch.
+            prepared: the step's name; None if it isn't prepared yet.
+        """
+        if self._apart or (prepared is not None and self.engine.session.has_run(prepared)):
             return contextlib.nullcontext()
         return self.engine.timing.shown(mode, batch.samples)
 

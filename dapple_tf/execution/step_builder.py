@@ -89,9 +89,7 @@ class StepBuilder:
         self._model, self._cluster, self._plan, self._table, self._timing = model, cluster, plan, table, timing
         self._add, self._moving = add, moving
         self.passes = StepPasses(plan, cluster) if pipeline is None else StepPasses(plan, cluster, pipeline)
-        self.placer: StepPlacer | None = None
-        if plan.operator_devices is not None:
-            self.placer = StepPlacer(plan, cluster, operator_costs or OperatorCosts(), self.passes.pipeline)
+        self.placer = self.passes.placer(operator_costs)
         self.notes = NoteLog(model.name)
         self.builds: dict[tuple[Mode, str, bool], Build] = {}
         self._storage_devices: StorageDevices = {}

@@ -21,6 +21,8 @@ from dapple_tf.execution.memory_limits import limited_devices, residuals_held
 from dapple_tf.execution.worker_data import area_of, hosts_of
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.operators.op_costs import OperatorCosts
+from dapple_tf.operators.step_placer import StepPlacer
 from dapple_tf.variables.device_values import Holding, parameters_in_shards
 from dapple_tf.variables.parameter_groups import group_updates
 from graph_passes.ir.collectives import AllReduceRules
@@ -37,7 +39,7 @@ from graph_passes.passes.cut_backward import CutBackward
 from graph_passes.passes.flatten import Flatten
 from graph_passes.passes.fold_shapes import FoldShapes
 from graph_passes.passes.join import Join
-from graph_passes.passes.partition import Partition
+from graph_passes.passes.partition import Partition, StageForm
 from graph_passes.passes.place_data import PlaceData
 from graph_passes.passes.place_operators import PlaceOperators
 from graph_passes.passes.replicate import Replicate, sum_keys
@@ -62,6 +64,12 @@ class StepPasses:
     cluster: Cluster
     pipeline: Pipeline = dataclasses.field(default_factory=lambda: pipeline())
 
+    def placer(self, costs: OperatorCosts | None) -> StepPlacer | None:
+        """Returns the placer of single operators; None if stages run as a whole. Without costs it estimates them."""
+        if not self.plan.places_operators:
+            return None
+        return StepPlacer(self.plan, self.cluster, costs or OperatorCosts(), self.pipeline)
+
     @property
     def devices(self) -> tuple[tuple[str, ...], ...]:
         """Names of the devices of each stage's replicas."""
@@ -78,7 +86,7 @@ class StepPasses:
         return len(self.on_gpus) == self.plan.num_stages
 
     def shards(self, stages: Sequence[int]) -> int:
-        """Returns into how many shards the devices of a parameter group divide what its optimizer keeps."""
+        """Returns the number of shards of a parameter group's slots."""
         if not self.plan.shards:
             return 1
         return len({device for stage in stages for device in self.devices[stage]})
@@ -240,7 +248,7 @@ class StepPasses:
         if built.mode is not Mode.TRAIN or len(devices) > 1 or plan.accumulates(len(layout.micro_batch_intervals)):
             return False
         compiled = all(stage.fused is not None for stage in built.program.stages)
-        return plan.operator_devices is None and (compiled or not plan.compiled)
+        return not plan.places_operators and (compiled or not plan.compiled)
 
 
 class StagesAsked(NamedTuple):
@@ -272,20 +280,24 @@ class StagesAsked(NamedTuple):
         """Returns the pass that makes the functions, for a batch of ``samples`` samples or a full one."""
         passes, plan = self.passes, self.passes.plan
         sizes = passes.slice_samples(self.mode, plan.global_batch_size if samples is None else samples)
-        fuse = passes.uninterrupted if self.training and plan.compiled else frozenset()
-        replicas = [len(devices) for devices in plan.devices]
-        counted = bool(limited_devices(plan, passes.cluster))
-        modes = [stage.recompute for stage in plan.stages]
-        options = modes, plan.compiled, self.training, self.prefix, plan.split_stages
-        keepers = passes.devices if "rows" in plan.shards else None
+        fused = passes.uninterrupted if self.training and plan.compiled else frozenset()
         # XLA compiles seeds into its kernels, and operators that are placed one by one have hosts of their own.
         on_gpus = frozenset() if plan.compiled else passes.on_gpus - plan.flat_stages
-        return Partition(
-            *(*options, fuse, sizes, replicas, counted),
-            spread=plan.spread_stages,
-            keepers=keepers,
-            on_gpus=on_gpus,
+        forms = tuple(
+            StageForm(
+                own.recompute,
+                jit_compile=plan.compiled and stage not in plan.spread_stages,
+                split=stage in plan.split_stages,
+                fuse=stage in fused,
+                samples=sizes[stage],
+                replicated=len(own.devices) > 1,
+                on_gpu=stage in on_gpus,
+            )
+            for stage, own in enumerate(plan.stages)
         )
+        counted = bool(limited_devices(plan, passes.cluster))
+        keepers = passes.devices if "rows" in plan.shards else None
+        return Partition(forms, self.training, self.prefix, counted, keepers)
 
 
 class StepAsked(NamedTuple):
@@ -356,7 +368,7 @@ class StepAsked(NamedTuple):
         if not self._updates:
             return None
         built, kind, plan, cluster = self.built, self.kind, self.passes.plan, self.passes.cluster
-        apart = plan.operator_devices is not None or self._joins
+        apart = plan.places_operators or self._joins
         return Update(
             built.updates,
             self.owners,
@@ -369,7 +381,6 @@ class StepAsked(NamedTuple):
             carried=built.carried if kind.carries else (),
             head=kind.head,
             jit_compile=plan.compiled,
-            accumulated=self._accumulates,
             spread=plan.spread_stages,
             all_reduces=AllReduceRules(
                 collective_hint(cluster),

@@ -308,7 +308,7 @@ class LiveValues:
         self._pending_agreed = other._pending_agreed
 
     def replayed(self) -> None:
-        """Notes that devices have their values again, and the model those that were looked at."""
+        """Notes that devices have their values again, and the model the read ones."""
         self._engine.state.fetched = set(self._seen)
 
     @property

@@ -262,7 +262,7 @@ class WorkerData:
         return True
 
     def _whole(self, shapes: tuple[Shape, ...], host: str, address: Address) -> tuple[Shape, ...]:
-        """Returns the shapes of a whole batch's arrays, from those of a worker's part."""
+        """Returns the shapes of a whole batch's arrays, from a worker's part."""
         if not address.source.in_parts:
             return shapes
         part = self._part_of[host]

@@ -1,14 +1,27 @@
-"""Checks of ``transform``'s arguments before any work: mistakes are reported in one line."""
+"""Checks of arguments before any work: mistakes are reported in one line."""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
 
 import keras
 
 from dapple_tf.common.keras_private import items_of
+from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.layer_profile import ProfileError
+from dapple_tf.describe.plan import FD_DPS, Plan, PlanError
 from dapple_tf.describe.profile import Profile
-from dapple_tf.execution.step_passes import pipeline
-from graph_passes.pass_manager import After, Before
+from dapple_tf.execution.step_passes import StepPasses, pipeline
+from dapple_tf.frontend.batch import declared_spec
+from dapple_tf.frontend.capture import Mode, capture
+from dapple_tf.frontend.functional import cuts_are_safe
+from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.operators.op_costs import OperatorCosts
+from graph_passes.analysis.slice_shapes import LengthsUnknownError
+from graph_passes.ir.program import LayerCall
+from graph_passes.pass_manager import After, Before, run_passes
+from graph_passes.passes.assign_stages import find_call
 
 
 def check_profile(profile: Profile | None, model: keras.Model) -> None:
@@ -30,6 +43,80 @@ def check_profile(profile: Profile | None, model: keras.Model) -> None:
             )
 
 
+def check_combination(
+    cluster: Cluster,
+    plan: Plan | None,
+    global_batch_size: int | None,
+    placement: str | None,
+    operator_costs: OperatorCosts | None,
+    by_trial: bool,
+    planning: Mapping[str, object],
+) -> None:
+    """Checks that each of ``transform``'s arguments has a meaning beside the others.
+
+    Raises:
+        PlanError: a value is unknown, missing, or contradicts another.
+        TypeError: an argument means nothing beside the others.
+    """
+    places = placement == FD_DPS or (plan is not None and plan.places_operators)
+    planned = 0 if plan is None else plan.global_batch_size
+    why_no_trial = "got a plan" if plan is not None else f"places all operators by placement={FD_DPS!r}"
+    names = ", ".join(planning)
+    rows = (
+        (
+            placement not in (None, FD_DPS),
+            PlanError(f"unknown placement {placement!r}; use {FD_DPS!r}, or leave it out"),
+        ),
+        (
+            plan is None and global_batch_size is None,
+            PlanError("transform() got neither a plan nor a global_batch_size; give one of them"),
+        ),
+        (
+            not isinstance(by_trial, bool),
+            TypeError(f"by_trial is {by_trial!r}; give True or False"),
+        ),
+        (
+            by_trial and (plan is not None or places),
+            TypeError(f"transform() {why_no_trial}, so that there are no plans to try; leave by_trial out"),
+        ),
+        (
+            planning and places,
+            TypeError(
+                f"transform() places operators, for which nothing is searched that {names} would be about; leave them "
+                f"out"
+            ),
+        ),
+        (
+            operator_costs is not None and not places,
+            TypeError(
+                f"transform() got operator_costs, which mean nothing unless operators are placed; add "
+                f"placement={FD_DPS!r}, or leave them out"
+            ),
+        ),
+        (
+            plan is None and not places and not cluster.real,
+            PlanError(
+                "this cluster is a description without real devices: plan for it with dapple_tf.plan(), and transform "
+                "on a real one"
+            ),
+        ),
+        (
+            planning and plan is not None,
+            TypeError(f"transform() got a plan, so that {names} mean nothing; leave them out"),
+        ),
+        (
+            plan is not None and global_batch_size not in (None, planned),
+            PlanError(
+                f"transform() got global_batch_size={global_batch_size} and a plan for {planned}; leave "
+                f"global_batch_size out, or make a plan for it"
+            ),
+        ),
+    )
+    for wrong, error in rows:
+        if wrong:
+            raise error
+
+
 def check_passes(passes: object) -> None:
     """Checks a user's own passes, before anything is measured or planned.
 
@@ -40,3 +127,33 @@ def check_passes(passes: object) -> None:
     if not isinstance(passes, (list, tuple)) or not all(isinstance(place, (After, Before)) for place in passes):
         raise TypeError(f"transform(): passes is {passes!r:.60}; give a list such as [After('split_concat', MyPass())]")
     pipeline(passes)
+
+
+def check_cuts(model: keras.Model, passes: StepPasses) -> None:
+    """Finds errors in cuts before there is data; the model is traced only if its layers don't show them.
+
+    For a model without declared inputs it finds unknown names only. Errors that depend on lengths which the model
+    leaves open show with the first batch.
+
+    Args:
+        model: a built model.
+        passes: the passes of the plan with the cuts.
+
+    Raises:
+        CaptureError: the model can't be traced.
+        PassError: a cut names no layer, leaves a stage empty, or a tensor can't be sent over it.
+    """
+    cuts = passes.plan.cuts
+    if cuts_are_safe(model, cuts):
+        return
+    spec = declared_spec(model)
+    if spec is not None:
+        captured = capture(model, VariableTable(model), Mode.PREDICT, spec, gpus=passes.gpus)
+        with contextlib.suppress(LengthsUnknownError):
+            run_passes(captured, [passes.assign_stages()])
+        return
+    names = dict.fromkeys(layer.name for layer in items_of(model) if layer is not model)
+    for cut in cuts:
+        path, _, _ = cut.partition("#")
+        if path.rpartition("/")[2] not in names:
+            find_call(path, [LayerCall(name, 0, 1) for name in names])

@@ -299,7 +299,7 @@ def compare_steps(
     dtype: str,
     pipelined: Callable[[keras.Model], contextlib.AbstractContextManager[Run]] | None = None,
 ) -> ComparedSteps:
-    """Compares some steps on a batch with those of plain Keras, in the model's dtype and in float64.
+    """Compares some steps on a batch with plain Keras, in the model's dtype and float64.
 
     If float64 isn't possible, plain Keras also takes the samples in another order: what that changes is the size of
     rounding.

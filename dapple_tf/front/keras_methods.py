@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import functools
 import inspect
 from collections.abc import Callable
@@ -11,11 +10,11 @@ from typing import Any, TypeVar
 import keras
 
 from dapple_tf.checkpoints.checkpointing import Checkpointing
-from dapple_tf.describe.plan import Plan
 from dapple_tf.errors import DappleError, check_names
+from dapple_tf.front.training import Training
 from dapple_tf.frontend.attachment import has_own
 from dapple_tf.frontend.batch_sizes import whole_number
-from dapple_tf.frontend.model_front import ModelFront, in_one_thread
+from dapple_tf.frontend.model_front import in_one_thread
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -38,29 +37,8 @@ def _as_keras(method: _Method) -> _Method:
     return method
 
 
-class KerasMethods(ModelFront, abc.ABC):
+class KerasMethods(Training):
     """Keras' methods: arguments are given by position or by name, as Keras takes them or the model's own method."""
-
-    @abc.abstractmethod
-    def _call(self, method: str, **arguments: Any) -> Any:
-        """Calls Keras' method of the user's model, whose steps are pipelined meanwhile."""
-
-    @abc.abstractmethod
-    def _call_own(self, method: str, enter: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls the model's own method, whose steps are pipelined, and in which Keras' method becomes ``enter``."""
-
-    @abc.abstractmethod
-    def _on_batch(self, method: str, **arguments: Any) -> Any:
-        """Calls Keras' ``train_on_batch`` or ``test_on_batch`` of the user's model, whose step is pipelined."""
-
-    @abc.abstractmethod
-    def _fit_with_checkpoints(self, checkpoint: Checkpointing, resume: bool, arguments: dict[str, Any]) -> Any:
-        """Runs ``fit``, saving checkpoints and resuming from one."""
-
-    @property
-    @abc.abstractmethod
-    def plan(self) -> Plan:
-        """The plan."""
 
     def _batch_size(self, given: Any) -> int:
         """Returns the batch size for cutting arrays: the plan's global batch size, unless another is given."""

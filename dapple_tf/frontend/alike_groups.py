@@ -18,7 +18,7 @@ from graph_passes.ir.program import Variable
 
 _NAMES = "SGD RMSprop Adam AdamW Adadelta Adagrad Adamax Nadam Ftrl Lion"
 BY_ELEMENT = frozenset(getattr(keras.optimizers, name) for name in _NAMES.split())
-"""Optimizers that update each element of a parameter by those of its gradient and slots, rows included."""
+"""Optimizers whose update is elementwise in gradient and slots, rows included."""
 _BY_PARAMETER = BY_ELEMENT | {keras.optimizers.Adafactor, keras.optimizers.Lamb}
 """Optimizers that update each parameter by its own gradient and slots, whatever it is called."""
 COUPLING = frozenset(getattr(keras.optimizers, name, None) for name in ("Adafactor", "Lamb", "Muon"))

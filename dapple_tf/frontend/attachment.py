@@ -80,7 +80,7 @@ def attached(model: keras.Model, hooks: Hooks) -> Iterator[None]:
 
 
 _entries: dict[str, dict[int, Callable[..., Any] | None]] = collections.defaultdict(dict)
-"""Method of ``keras.Model`` -> identity of a model -> what it calls instead; None while that runs."""
+"""Method of ``keras.Model`` -> identity of a model -> replacement; None while that runs."""
 _lock = threading.Lock()
 """Held while methods are replaced and restored."""
 

@@ -388,7 +388,7 @@ class _Tracing:
         return mapping + [(variable, self.initial[name]) for name, variable in variables.items()]
 
     def _of_kind(self, kind: VariableKind) -> set[int]:
-        """Returns the ids of the floating-point variables of a kind; layers assign those of STATE."""
+        """Returns the ids of the floating-point variables of a kind; layers assign STATE."""
         described = {name: self.table.describe(name) for name in self.values}
         names = [name for name, v in described.items() if v.kind is kind and v.dtype in FLOAT_DTYPES]
         return {id(self.table.keras_variables[name]) for name in names}

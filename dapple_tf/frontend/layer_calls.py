@@ -51,7 +51,7 @@ class LayerCalls:
 
     @contextlib.contextmanager
     def recording(self, graph: tf.Graph, scope: TraceScope) -> Iterator[None]:
-        """Records calls inside the context, in place of what it has recorded.
+        """Records calls inside the context, in place of earlier ones.
 
         Args:
             graph: the graph into which the model is traced.

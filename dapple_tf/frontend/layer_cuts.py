@@ -18,7 +18,7 @@ from graph_passes.pass_manager import run_passes
 from graph_passes.passes.assign_stages import AssignStages, find_call
 from graph_passes.passes.build_backward import BuildBackward
 from graph_passes.passes.build_forward import BuildForward
-from graph_passes.passes.partition import Partition
+from graph_passes.passes.partition import Partition, StageForm
 
 logger = logging.getLogger(__name__)
 
@@ -98,25 +98,17 @@ def with_functions(
     Args:
         program: stages with graphs.
         prefix: start of the functions' names.
-        recompute: as in `Partition`.
+        recompute: as in `StageForm`.
         samples: samples of all slices, as training knows them; None for functions of any size.
         split: whether there are Bx and Bw in place of B.
         on_gpu: whether they run on a GPU.
     """
-    stages = range(len(program.stages))
-    partition = Partition(
-        recompute,
-        prefix=prefix,
-        samples=(samples,) * len(stages),
-        split=stages if split else (),
-        counted=False,
-        on_gpus=stages if on_gpu else (),
-    )
-    return run_passes(program, [partition])
+    form = StageForm(recompute, split=split, samples=samples, on_gpu=on_gpu)
+    return run_passes(program, [Partition(form, prefix=prefix, counted=False)])
 
 
 def innermost_calls(model: keras.Model, calls: Sequence[LayerCall]) -> list[LayerCall]:
-    """Returns consecutive calls of layers that a plan may cut after: those of the model, and of models nested in it."""
+    """Returns consecutive calls of layers that a plan may cut after, nested models' included."""
     innermost: list[LayerCall] = []
 
     def visit(container: Any, prefix: str, start: int, stop: int) -> None:
@@ -175,7 +167,7 @@ def legal_cuts(cuts: Sequence[str], attempt: Callable[[tuple[str, ...]], object]
 
 
 def _without_empty_stages(assign: Callable[[tuple[str, ...]], Program], cuts: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns cuts without those that leave a stage without its own nodes.
+    """Returns the cuts after which each stage has nodes of its own.
 
     A stage of integers alone (masks, positions) has none: each stage that reads these computes them. It joins the next
     stage; the last one joins the previous stage.

@@ -50,7 +50,7 @@ class RunningMetrics:
             unwatch([own for _, own in self._watched.values()], self)
             self._watched.clear()
 
-    def looked_at(self, variables: Sequence[tf.Variable]) -> None:
+    def on_read(self, variables: Sequence[tf.Variable]) -> None:
         """Assigns the newest values to variables that somebody is about to read or assign."""
         used = {id(own) for own in variables}
         if not any(id(self._watched[key][1]) in used for key in list(self._known)):
@@ -135,7 +135,7 @@ class RunningMetrics:
         self._assign(tracker.count, np.asarray(self._read(tracker.count) + weight))
 
     def results(self, mode: str, metrics: Sequence[Any] | None = None) -> dict[str, Any]:
-        """Returns the model's logs after a step: its metrics' values, or what its own step returns.
+        """Returns the model's logs after a step: its metrics' values, or its own step's result.
 
         Args:
             mode: the step's.

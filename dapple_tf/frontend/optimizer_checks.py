@@ -1,4 +1,4 @@
-"""What of a user's optimizer can't be divided over stages, devices or shards, told before anything is traced."""
+"""Optimizers that can't be divided over stages, devices or shards, refused before tracing."""
 
 from __future__ import annotations
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from dapple_tf.common.keras_private import layers_of
 from dapple_tf.errors import CaptureError
 from graph_passes.ir.graph import LAYER_ATTR, GraphDef
 from graph_passes.ir.tensorflow_private import code_of, python_function
@@ -29,13 +27,6 @@ def own_gradients(graph: GraphDef) -> None:
         for node in nodes:
             if node.op == _DIFFERENTIABLE:
                 node.attr[_GRADIENT_TYPE].s = _OWN_TYPE.encode()
-
-
-def may_have_py_functions(model: keras.Model) -> bool:
-    """Whether a model has the user's own code: layers that aren't Keras', or Lambda layers."""
-    layers = layers_of(model)
-    own = [layer for layer in layers if not type(layer).__module__.startswith("keras.")]
-    return bool(own) or any(isinstance(layer, keras.layers.Lambda) for layer in layers_of(model))
 
 
 def check_py_functions(graph: GraphDef, addresses: Sequence[str]) -> None:

@@ -37,7 +37,7 @@ _GRADIENT = "DappleRepeatedCall"
 
 
 class RepeatedCalls:
-    """Records calls of Keras' own layers, and replaces those that repeat one.
+    """Records calls of Keras' own layers, and replaces repetitions.
 
     Attributes:
         templates: those of the calls that were repeated.

@@ -1,4 +1,4 @@
-"""The batches of the few steps that are measured: always the same one, or those that workers read as in training."""
+"""Batches of measured steps: always the same one, or read by workers as in training."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class TraceScope(keras.StatelessScope):
 
     @property
     def observed(self) -> bool:
-        """Whether somebody sees now which variables are read, or what is computed of them."""
+        """Whether an observer sees the variables read now, or values computed from them."""
         return bool(self._tapes or self._watchers or self._closed)
 
     def role_of(self, variable: keras.Variable) -> Hashable:

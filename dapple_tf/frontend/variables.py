@@ -116,5 +116,5 @@ class VariableTable:
         return value_of(self.keras_variables[name])
 
     def values(self, names: Iterable[str]) -> list[np.ndarray]:
-        """Returns the Keras values of variables; for those that have none yet, their initial values."""
+        """Returns the Keras values of variables, or their initial values before the first."""
         return [self.value(name) for name in names]

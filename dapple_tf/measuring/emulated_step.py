@@ -1,66 +1,39 @@
-"""The TensorFlow graph of an emulated step: the schedule's tasks as waits, with the edges of a real step."""
+"""The TensorFlow graph of an emulated step: its activities as waits, with the edges of a real step."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from dapple_tf.measuring.emulated_waits import Array, Port, StepClock, Wait
-from dapple_tf.simulation.cost import CostModel
-from dapple_tf.simulation.legs import Leg
-from dapple_tf.simulation.simulated_reductions import Reductions, Unit, gradient_ends
+from dapple_tf.measuring.emulated_waits import Array, StepClock, Wait
+from dapple_tf.simulation.activities import APPLY, JOIN, Activity, ActivityGraph
 from dapple_tf.simulation.simulation import Simulation
-from dapple_tf.simulation.step_tasks import device_orders
-from dapple_tf.view.timeline import Span
+from dapple_tf.view.timeline import ALL_REDUCE, Span
 from graph_passes.ir.batching import Interval
-from graph_passes.ir.tasks import Phase, Schedule, Task
+from graph_passes.ir.tasks import Phase, Task
 
 _GRADIENTS = (Phase.BACKWARD, Phase.WEIGHT_GRAD)
 
 
-@dataclass(frozen=True)
-class _Made:
-    """A node of the graph, and its wait."""
-
-    tensor: tf.Tensor
-    wait: Wait
-
-
-class _Came(NamedTuple):
-    """A tensor that has come to a device, and the waits after which it is there."""
-
-    tensor: tf.Tensor
-    waits: tuple[Wait, ...]
-
-
-class _Part(NamedTuple):
-    """What a task gets from a slice of another stage.
+class _Made(NamedTuple):
+    """The result of an activity.
 
     Attributes:
-        sender: the sending slice's task.
-        leg: the leg over which it comes.
-        samples: the samples.
-        bytes: its size.
+        waits: the waits after which it is there.
+        ops: the operations after which it is there.
+        tensors: its samples; none of a reduction or an update.
     """
 
-    sender: Task
-    leg: Leg
-    samples: Interval
-    bytes: float
-
-
-class _Update(NamedTuple):
-    """The update of a stage on one of its devices."""
-
-    stage: int
-    device: int
-    replica: int
+    waits: tuple[Wait, ...]
+    ops: tuple[tf.Operation, ...]
+    tensors: tuple[tf.Tensor, ...] = ()
 
 
 class EmulatedStep:
@@ -73,351 +46,265 @@ class EmulatedStep:
         orders: device -> its tasks in order.
     """
 
-    def __init__(
-        self,
-        costs: CostModel,
-        schedule: Schedule,
-        clock: StepClock,
-        simulated: Simulation,
-        reduction_order: Sequence[int] | None = None,
-        next_forward: bool = False,
-    ) -> None:
+    def __init__(self, step: ActivityGraph, clock: StepClock, simulated: Simulation) -> None:
         """Builds the graph.
 
         Args:
-            costs: times of tasks, transfers and reductions.
-            schedule: the order of tasks.
+            step: the activities.
             clock: the clock that the nodes call.
             simulated: decides between which tasks a device makes its updates.
-            reduction_order: as for :func:`dapple_tf.simulate`.
-            next_forward: as for :func:`dapple_tf.simulate`.
         """
-        self.costs, self.schedule, self.clock = costs, schedule, clock
-        self.reductions = Reductions(costs, schedule, reduction_order)
-        self.orders, self.next = device_orders(schedule, next_forward)
+        self.step, self.costs, self.clock = step, step.costs, clock
+        self.orders = step.orders
+        self.inputs = step.inputs()
         self.spans: list[Span] = []
-        used = sorted(costs.devices)
+        used = sorted(self.costs.devices)
         self.number = {device: number for number, device in enumerate(used)}
-        self.server = [device.server for device in costs.cluster.devices]
-        self.last_gradients = schedule.last_gradients
-        ends = gradient_ends(schedule, wait_free=costs.plan.wait_free)
-        self.ready = {(schedule.device_of(end), stage): end for end, stages in ends.items() for stage in stages}
-        self.made: dict[Task, _Made] = {}
-        self.came: dict[tuple[int, Task], _Came] = {}  # (leg, slice's task) -> what has come over it
-        self.sums: dict[tuple[int, Task], _Came] = {}  # (leg to the relay, its task) -> the gradients that it sends
+        self.server = [device.server for device in self.costs.cluster.devices]
+        self.made: dict[int, _Made] = {}
+        self.pieces: dict[tuple[int, int], _Made] = {}  # (task, reduction) -> the task's part before it
+        self.reduced: dict[tuple[int, int | None], _Made] = {}  # (reduction, device) -> its sum
         self.previous: dict[int, _Made] = {}  # device -> its latest work
-        self.segments: dict[Task, dict[float, _Made]] = {}
-        self.reduced: dict[tuple[int, int], list[_Made]] = {}  # (stage, device) -> its reductions
-        self.turns: dict[int, _Made] = {}  # the last reduction of each device
-        self.updated: dict[tuple[int, int], _Made] = {}  # (stage, device) -> its update
+        self.turns: dict[int, _Made] = {}  # device -> its latest reduction
         self.ends: list[_Made] = []
         self.graph = tf.Graph()
         with self.graph.as_default():
             with self._on(used[0]):
                 self.begin = tf.numpy_function(clock.begin, [], tf.float64, name="begin").op
-            self._add_all(simulated)
+            for number in self._in_order(simulated):
+                self._add(number, step.activities[number])
             self.end = self._add_end(used[0])
 
-    def _add_all(self, simulated: Simulation) -> None:
-        """Adds tasks, reductions and updates, each after what it needs; the simulator has shown that it is possible."""
+    def _in_order(self, simulated: Simulation) -> list[int]:
+        """Returns all activities, each after its inputs and its device's previous work."""
+        step, order = self.step, []
         phases = {phase.value: phase for phase in Phase}
-        work: dict[int, list[Task | _Update]] = {}
+        updates = {
+            (activity.device, activity.stage): number
+            for number, activity in enumerate(step.activities)
+            if activity.kind == APPLY
+        }
+        waiting = step.waiting.copy()
+        after: dict[int, list[int]] = defaultdict(list)
+        first = dict.fromkeys(step.first)
         for device, spans in simulated.timeline.items():
-            work[device] = [
-                Task(span.stage, phases[span.kind], span.micro_batch, span.replica)
-                if span.micro_batch is not None
-                else _Update(span.stage, device, span.replica)
+            work = [
+                updates[device, span.stage]
+                if span.micro_batch is None
+                else step.number(Task(span.stage, phases[span.kind], span.micro_batch, span.replica))
                 for span in spans
             ]
-        needs = {item: self._needs(item) for items in work.values() for item in items if isinstance(item, Task)}
-        positions = dict.fromkeys(work, 0)
-        units, reduced = self.reductions.units, 0
-        moved = True
-        while moved:
-            moved = False
-            while reduced < len(units) and self._completers(units[reduced]) <= self.made.keys():
-                self._add_reduction(reduced, units[reduced])
-                reduced, moved = reduced + 1, True
-            for device, items in work.items():
-                while positions[device] < len(items):
-                    item = items[positions[device]]
-                    last = max(self.reductions.of_stage[item.stage], default=-1)
-                    if (isinstance(item, _Update) or item in self.next) and last >= reduced:
-                        break
-                    if isinstance(item, _Update):
-                        self._add_update(item)
-                    elif needs[item] <= self.made.keys():
-                        self._add_task(item)
-                    else:
-                        break
-                    positions[device] += 1
-                    moved = True
+            for before, number in itertools.pairwise(work):
+                after[before].append(number)
+                waiting[number] += 1
+            first |= dict.fromkeys(work[:1])
+        for number, units in step.early.items():
+            after[number] += [unit for unit, _ in units]
+        ready = deque(number for number in first if not waiting[number])
+        while ready:
+            number = ready.popleft()
+            order.append(number)
+            for other in (*(number + difference for difference in step.after[number]), *after[number]):
+                waiting[other] -= 1
+                if not waiting[other]:
+                    ready.append(other)
+        return order
 
-    # ---- tasks
+    def _add(self, number: int, activity: Activity) -> None:
+        if activity.kind == ALL_REDUCE:
+            self._add_reduction(number, activity)
+        elif activity.kind == APPLY:
+            self._add_update(number, activity)
+        elif activity.target is not None:
+            self._add_message(number, activity)
+        elif activity.kind != JOIN:
+            self._add_task(number, activity)
+        elif activity.leg is not None:
+            self._add_relay(number, activity)
+        else:  # An update that takes no time.
+            before = self._before(number)
+            self.made[number] = _Made(_waits(before), _ops(before))
 
-    def _slice(self, task: Task) -> Interval:
-        """Returns a task's samples of the global batch."""
-        return self.costs.plan.slices(task.stage, self.costs.micro_batches[task.micro_batch])[task.replica]
+    def _before(self, number: int) -> list[_Made]:
+        """Returns all that an activity waits for on its device."""
+        device = self.step.activities[number].device
+        return [self.reduced.get((other, device)) or self.made[other] for other in self.inputs[number]]
 
-    def _sources(self, task: Task) -> Iterable[list[_Part]]:
-        """Yields a task's inputs over each leg, in the order of samples."""
-        for leg in self.costs.inputs(task.stage, task.phase, task.stage in self.schedule.split):
-            if parts := self._parts_of(leg, task):
-                yield parts
+    # ---- tasks and messages
 
-    def _parts_of(self, leg: Leg, task: Task) -> list[_Part]:
-        """Returns what a task's slice gets over a leg: forward, or gradients."""
-        backward = task.phase is not Phase.FORWARD
-        stage, phase = leg.sending(backward, self.schedule.split)
-        wanted, parts = self._slice(task), []
-        for message in self.costs.leg_messages(leg, task.micro_batch, backward=backward):
-            if message.receiver == task.replica:
-                sender = Task(stage, phase, task.micro_batch, message.sender)
-                parts.append(_Part(sender, leg, self._slice(sender).overlap(wanted), message.bytes))
-        return parts
+    def _slice(self, number: int) -> Interval:
+        """Returns the samples of an activity, of the global batch."""
+        activity, micro_batch = self.step.activities[number], self.step.micro_batch[number]
+        assert micro_batch is not None
+        return self.costs.plan.slices(activity.stage, self.costs.micro_batches[micro_batch])[activity.replica]
 
-    def _feeders(self, leg: Leg, sender: Task) -> list[list[_Part]]:
-        """Returns what a relay's slice waits for before it sends over a leg; nothing for what a task makes itself."""
-        if sender.phase is Phase.FORWARD:
-            return [] if leg.source is None else [self._parts_of(self.costs.legs[leg.source], sender)]
-        return [parts for number in leg.onward if (parts := self._parts_of(self.costs.legs[number], sender))]
+    def _received(self, number: int) -> list[_Made]:
+        """Returns what an activity gets over each leg, joined in the order of samples."""
+        legs: dict[int | None, list[int]] = {}
+        for other in self.inputs[number]:
+            if self.step.activities[other].target is not None:
+                legs.setdefault(self.step.activities[other].leg, []).append(other)
+        received = []
+        for parts in legs.values():
+            come = [
+                self.made[part]
+                for part in sorted(parts, key=lambda part: self.step.activities[part].replica)
+                if part in self.made
+            ]
+            # The rest has come in the last step.
+            tensors = (_joined([each.tensors[0] for each in come]),) if len(come) == len(parts) else ()
+            received.append(_Made(_waits(come), _ops(come), tensors))
+        return received
 
-    def _makers(self, part: _Part) -> set[Task]:
-        """Returns the tasks whose results a part is made of."""
-        feeders = self._feeders(part.leg, part.sender)
-        makers = {maker for parts in feeders for each in parts for maker in self._makers(each)}
-        return makers if feeders and part.sender.phase is Phase.FORWARD else {part.sender, *makers}
-
-    def _own(self, task: Task) -> Task | None:
-        """Returns the task of the same stage and slice whose results it reads."""
-        return next((other for other in self.schedule.inputs(task) if other.stage == task.stage), None)
-
-    def _needs(self, task: Task) -> set[Task]:
-        """Returns the tasks of this step that it waits for, besides the previous one on its device."""
-        needed = {maker for parts in self._sources(task) for part in parts for maker in self._makers(part)}
-        if (own := self._own(task)) is not None:
-            needed.add(own)
-        return needed if task in self.next else needed - self.next
-
-    def _add_task(self, task: Task) -> None:
-        device = self.schedule.device_of(task)
-        own = self._slice(task)
+    def _add_task(self, number: int, activity: Activity) -> None:
+        device, micro_batch = activity.device, self.step.micro_batch[number]
+        assert device is not None and micro_batch is not None
+        own, task = self._slice(number), Task(activity.stage, Phase(activity.kind), micro_batch, activity.replica)
         with self._on(device):
-            tensors: list[tf.Tensor] = []
-            after: list[Wait] = []
-            kept = self._own(task)
-            if kept is None or kept not in self.made:  # the last step's forwards are over
-                tensors.append(tf.constant(_samples(own), tf.float64))
-            else:
-                size = self.costs.delayed_bytes(task.stage, own.size)
-                arrived = self._transfer(self._result(kept), kept, task, own, size)
-                tensors.append(arrived.tensor)
-                after += arrived.waits
-            for parts in self._sources(task):
-                if all(maker in self.made for part in parts for maker in self._makers(part)):
-                    come = self._arrived(parts, task)
-                    tensors.append(come.tensor)
-                    after += come.waits
-            before_it = self._update_of(task) if task in self.next else []
-            after += [made.wait for made in before_it]
-            control = [made.tensor.op for made in before_it]
-            server = self.server[device]
-            span = self._span(task.phase.value, device, task.stage, task.micro_batch, task.replica)
-            seconds, before = self.costs.seconds(task, device), 0.0
-            made = None
-            for part in self._parts(task, device):  # the last backward may be cut into pieces
-                if made is not None:
-                    tensors, after, control = [made.tensor], [made.wait], []
+            kept = next((other for other in self.step.schedule.inputs(task) if other.stage == task.stage), None)
+            before = self._received(number)
+            if kept is not None and (made := self.made.get(self.step.number(kept))) is not None:
+                before.insert(0, made)
+            else:  # The last step's forwards are over.
+                before.insert(0, _Made((), (), (tf.constant(_samples(own), tf.float64),)))
+            tensors = [tensor for each in before for tensor in each.tensors]
+            before += [self.made[other] for other in self.inputs[number] if self.step.micro_batch[other] is None]
+            control = [*_ops(before)]
+            after, span, done = _waits(before), self._span(number, activity), 0.0
+            early = self.step.early.get(number, ())
+            for part in sorted({1.0, *(end for _, end in early)}):  # the last backward may be cut into pieces
                 wait = Wait(
                     f"{task}" if part == 1 else f"{task}/{part:.3f}",
                     span,
-                    (part - before) * seconds * self.clock.scale,
-                    after=tuple(after),
-                    server=server if server in self.clock.cores else None,
+                    (part - done) * activity.seconds * self.clock.scale,
+                    after=after,
+                    server=self._cores(device),
                     expected=(_samples(own),) * len(tensors),
                 )
-                made = self._add(wait, tensors, device, control)
-                self.segments.setdefault(task, {})[part] = made
-                before = part
-            assert made is not None
-            self.made[task] = made
+                self.made[number] = self._add_work(wait, tensors, device, control)
+                for unit, end in early:
+                    if end == part:
+                        self.pieces[number, unit] = self.made[number]
+                after, tensors, control, done = self.made[number].waits, [*self.made[number].tensors], [], part
 
-    def _parts(self, task: Task, device: int) -> list[float]:
-        """Returns the fractions of a task's time after which its pieces end."""
-        parts = {1.0}
-        if self.last_gradients.get((device, task.stage)) == task:
-            parts |= {self.reductions.units[unit].part for unit in self.reductions.of_stage[task.stage]}
-        return sorted(parts)
-
-    def _update_of(self, task: Task) -> list[_Made]:
-        """Returns the update that a forward of the next step waits for; the reductions or gradients if it has none."""
-        awaited = []
-        for (device, stage), last in self.last_gradients.items():
-            if (stage, last.replica) == (task.stage, task.replica):
-                update = self.updated.get((stage, device))
-                awaited += [update] if update else [*self.reduced.get((stage, device), ()), self.made[last]]
-        return awaited
-
-    def _result(self, task: Task) -> _Came:
-        """Returns what a task has made."""
-        return _Came(self.made[task].tensor, (self.made[task].wait,))
-
-    def _arrived(self, parts: Sequence[_Part], receiver: Task) -> _Came:
-        """Returns what has come to a slice over a leg."""
-        key = (parts[0].leg.number, receiver)
-        if key not in self.came:
-            come = [self._transfer(self._sent(part), part.sender, receiver, *part[2:], part.leg) for part in parts]
-            with tf.device(None), self._on(self.schedule.device_of(receiver)):
-                tensor = _joined([each.tensor for each in come])
-            self.came[key] = _Came(tensor, _waits(come))
-        return self.came[key]
-
-    def _sent(self, part: _Part) -> _Came:
-        """Returns what a slice sends over a leg: a task's result, or what a relay hands on."""
-        feeders = self._feeders(part.leg, part.sender)
-        if not feeders:
-            return self._result(part.sender)
-        if part.sender.phase is Phase.FORWARD:
-            return self._arrived(feeders[0], part.sender)
-        key = (part.leg.number, part.sender)
-        if key not in self.sums:
-            come = [self._result(part.sender), *(self._arrived(parts, part.sender) for parts in feeders)]
-            tensor = come[0].tensor
-            with tf.device(None), self._on(self.schedule.device_of(part.sender)):
-                for other in come[1:]:  # All are of the same samples; the clock checks what comes of it.
-                    tensor = tf.where(tf.equal(tensor, other.tensor), tensor, np.nan)
-            self.sums[key] = _Came(tensor, _waits(come))
-        return self.sums[key]
-
-    def _transfer(
-        self, made: _Came, sender: Task, receiver: Task, interval: Interval, size: float, leg: Leg | None = None
-    ) -> _Came:
-        """Adds the transfer of a part of what a slice has to another slice's device.
-
-        Args:
-            made: what the sending slice has.
-            sender: its task.
-            receiver: the task of the receiving slice.
-            interval: the samples that are sent.
-            size: their bytes.
-            leg: the leg over which they go; None from Bx to Bw.
-        """
-        source, target = self.schedule.device_of(sender), self.schedule.device_of(receiver)
-        own = self._slice(sender)
-        with tf.device(None), self._on(source):
-            tensor = made.tensor
-            if interval != own:
-                sizes = [interval.start - own.start, interval.size, own.stop - interval.stop]
-                tensor = tf.split(tensor, sizes, name=f"split/{sender}")[1]
-            if source == target:
-                return _Came(tensor, made.waits)
-            link = self.costs.cluster.link(source, target)
-            a, b = self.server[source], self.server[target]
-            place = (source, sender.stage, sender.micro_batch, sender.replica, target, size)
+    def _add_message(self, number: int, activity: Activity) -> None:
+        """Adds a message to another slice, or a look-up of rows, which depends on no tensor."""
+        receiver = number + self.step.after[number][0]
+        before = self._before(number)
+        assert activity.device is not None
+        with tf.device(None), self._on(activity.device):
+            if activity.leg is None:
+                interval = self._slice(receiver)
+                tensor = tf.constant(_samples(interval), tf.float64)
+            else:
+                own = self._slice(self.inputs[number][0])
+                interval, tensor = own.overlap(self._slice(receiver)), before[0].tensors[0]
+                if interval != own:
+                    sizes = [interval.start - own.start, interval.size, own.stop - interval.stop]
+                    tensor = tf.split(tensor, sizes, name=f"split/{number}")[1]
+            if activity.kind == JOIN:
+                self.made[number] = _Made(before[0].waits, (tensor.op,), (tensor,))
+                return
+            reader = self.step.activities[receiver]
+            distance = abs(reader.stage - activity.stage) or self.costs.plan.num_stages
             wait = Wait(
-                f"send/{sender}/{receiver}",
-                self._span("send", *place, leg=None if leg is None else leg.number),
-                size / link.bandwidth * self.clock.scale,
-                link.latency * self.clock.scale,
-                made.waits,
-                (("out", source), ("in", target)) if a == b else (("card out", a), ("card in", b)),
-                (0, sender.replica, abs(receiver.stage - sender.stage) or self.costs.plan.num_stages, receiver.replica),
+                f"send/{number}/{activity.device}/{activity.target}",
+                self._span(number, activity),
+                activity.seconds * self.clock.scale,
+                activity.latency * self.clock.scale,
+                _waits(before),
+                activity.ports,
+                (0, activity.replica, distance, reader.replica),
                 expected=(_samples(interval),),
             )
-            node = self._node(wait, [tensor], ())
-            return _Came(node.tensor, (node.wait,))
+            self.made[number] = self._node(wait, [tensor], _ops(before))
+
+    def _add_relay(self, number: int, activity: Activity) -> None:
+        """Adds a relay's slice: its leg's parts, or the sum of its own and returned gradients."""
+        own = [
+            self.made[other]
+            for other in self.inputs[number]
+            if other in self.made and self.step.activities[other].target is None
+        ]
+        assert activity.device is not None
+        with tf.device(None), self._on(activity.device):
+            come = [*own, *self._received(number)]
+            tensor, *others = [tensor for each in come for tensor in each.tensors] or [
+                tf.constant(_samples(self._slice(number)), tf.float64)
+            ]
+            for other in others:  # All are of the same samples; the clock checks what comes of it.
+                tensor = tf.where(tf.equal(tensor, other), tensor, np.nan)
+        self.made[number] = _Made(_waits(come), (tensor.op,), (tensor,))
 
     # ---- reductions and updates
 
-    def _members(self, unit: Unit) -> Mapping[int, list[int]]:
-        """Returns device -> the stages whose gradients it contributes to a reduction."""
-        reduction = self.costs.reductions[unit.number]
-        return {
-            device: [stage for stage in reduction.stages if (device, stage) in self.last_gradients]
-            for device in reduction.devices
-        }
-
-    def _completers(self, unit: Unit) -> set[Task]:
-        """Returns the tasks after which a unit can be reduced."""
-        return {self.ready[device, stage] for device, stages in self._members(unit).items() for stage in stages}
-
-    def _add_reduction(self, position: int, unit: Unit) -> None:
-        costs, reduction = self.costs, self.costs.reductions[unit.number]
-        members = self._members(unit)
-        servers = {self.server[device] for device in reduction.devices}
-        ports: list[Port]
-        if len(servers) > 1:
-            ports = [(kind, server) for server in sorted(servers) for kind in ("card out", "card in")]
-        else:
-            ports = [(kind, device) for device in reduction.devices for kind in ("out", "in")]
+    def _add_reduction(self, number: int, activity: Activity) -> None:
+        assert activity.reduction is not None
+        costs, reduction = self.costs, self.costs.reductions[activity.reduction]
         total = np.array([len(reduction.stages) * sum(range(costs.plan.global_batch_size))], np.float64)
-        span = self._span("all_reduce", None, reduction.stages[0], None, size=unit.bytes, reduction=unit.number)
-        after: dict[Wait, None] = {}
-        vectors = {}
-        for device, stages in members.items():
-            parts = []
-            for stage in stages:
-                vector, waits = self._gradient(stage, device, unit.part)
-                parts.append(vector)
-                after |= dict.fromkeys(waits)
-            with self._on(device):
-                vectors[device] = parts[0] if len(parts) == 1 else tf.add_n(parts)
-            if device in self.turns:
-                after[self.turns[device].wait] = None
-        for device in members:
-            control = [self.turns[device].tensor.op] if device in self.turns else []
-            control += [self.made[self.ready[device, stage]].tensor.op for stage in members[device] if unit.part == 1]
-            with self._on(device), tf.control_dependencies(control):
-                reduced = _all_reduce(vectors[device], len(members), unit.number + 1, position + 1)
+        before = [self.made[other] for other in self.inputs[number] if other in self.made]
+        before += [made for (_, unit), made in self.pieces.items() if unit == number]
+        before += [self.turns[device] for device in reduction.devices if device in self.turns]
+        after, span = _waits(before), self._span(number, activity)
+        vectors = {device: self._gradient(number, device, reduction.stages) for device in reduction.devices}
+        for device in reduction.devices:
+            control = [*self.turns[device].ops] if device in self.turns else []
+            for other in self.inputs[number]:
+                if self.step.activities[other].device == device:
+                    control += self.made[other].ops
             wait = Wait(
-                f"all_reduce{unit.number}/{position}/{device}",
+                f"all_reduce{activity.reduction}/{number - self.step.base}/{device}",
                 span,
-                costs.reduction_seconds(reduction, unit.bytes) * self.clock.scale,
-                after=tuple(after),
-                ports=tuple(ports),
-                turn=(1, position),
+                activity.seconds * self.clock.scale,
+                after=after,
+                ports=activity.ports,
+                turn=(1, number),
                 expected=(total,),
             )
             with self._on(device):
-                made = self._node(wait, [reduced], ())
-            self.ends.append(made)
+                with tf.control_dependencies(control):
+                    summed = _all_reduce(
+                        vectors[device], len(reduction.devices), activity.reduction + 1, number - self.step.base + 1
+                    )
+                made = self._node(wait, [summed], ())
             self.turns[device] = made
-            for stage in members[device]:
-                self.reduced.setdefault((stage, device), []).append(made)
+            self.reduced[number, device] = made
+            self.ends.append(made)
 
-    def _gradient(self, stage: int, device: int, part: float) -> tuple[tf.Tensor, list[Wait]]:
-        """Returns a device's sum over all samples, once this part of its last backward is over."""
-        gradients = [task for task in self.schedule.orders[device] if task.stage == stage and task.phase in _GRADIENTS]
-        segments = self.segments[gradients[-1]]
-        last = segments.get(part, segments[1.0])
-        waits = [last.wait] if part in segments and part < 1 else [last.wait, self.made[self.ready[device, stage]].wait]
+    def _gradient(self, number: int, device: int, stages: Sequence[int]) -> tf.Tensor:
+        """Returns a device's sum over all samples of stages, the gradient of the reduction."""
+        parts = []
+        for task in self.step.schedule.orders[device]:
+            if task.stage in stages and task.phase in _GRADIENTS:
+                other = self.step.number(task)
+                if task.stage in self.step.carried:  # of the last step
+                    parts.append(tf.constant(_samples(self._slice(other)), tf.float64))
+                else:
+                    made = self.pieces.get((other, number)) or self.made[other]
+                    parts.append(made.tensors[0])
         with self._on(device):
-            tensors = [*(self.made[task].tensor for task in gradients[:-1]), last.tensor]
-            return tf.reshape(tf.reduce_sum(_joined(tensors)), [1]), waits
+            return tf.reshape(tf.reduce_sum(_joined(parts)), [1])
 
-    def _add_update(self, update: _Update) -> None:
-        stage, device, replica = update
-        reduced = self.reduced.get((stage, device), [])
-        last = self.made[self.ready[device, stage]]
-        server = self.server[device]
+    def _add_update(self, number: int, activity: Activity) -> None:
+        device, before = activity.device, self._before(number)
+        assert device is not None
+        reduced = [self.reduced[other, device] for other in self.inputs[number] if (other, device) in self.reduced]
         wait = Wait(
-            f"apply/{stage}/{replica}",
-            self._span("apply", device, stage, None, replica),
-            self.costs.apply_seconds(stage, device) * self.clock.scale,
-            after=(*(made.wait for made in reduced), last.wait),
-            server=server if server in self.clock.cores else None,
-            expected=tuple(made.wait.expected[0] for made in reduced) or (np.zeros(1),),
+            f"apply/{activity.stage}/{activity.replica}",
+            self._span(number, activity),
+            activity.seconds * self.clock.scale,
+            after=_waits(before),
+            server=self._cores(device),
+            expected=tuple(made.waits[0].expected[0] for made in reduced) or (np.zeros(1),),
         )
         with self._on(device):
-            tensors = [made.tensor for made in reduced] or [tf.zeros(1, tf.float64)]
-            self.updated[stage, device] = self._add(wait, tensors, device, [last.tensor.op])
+            tensors = [made.tensors[0] for made in reduced] or [tf.zeros(1, tf.float64)]
+            self.made[number] = self._add_work(wait, tensors, device, _ops(before))
 
     def _add_end(self, device: int) -> tf.Operation:
         ends = [*self.previous.values(), *self.ends]
-        wait = Wait(
-            "end", -1, self.costs.profile.step_seconds * self.clock.scale, after=tuple(made.wait for made in ends)
-        )
-        with self._on(device), tf.control_dependencies([made.tensor.op for made in ends]):
+        wait = Wait("end", -1, self.costs.profile.step_seconds * self.clock.scale, after=_waits(ends))
+        with self._on(device), tf.control_dependencies(_ops(ends)):
             finish = functools.partial(self.clock.finish, wait)
             return tf.numpy_function(finish, [], tf.float64, name="end").op
 
@@ -426,29 +313,22 @@ class EmulatedStep:
     def _on(self, device: int) -> Any:
         return tf.device(f"/job:localhost/replica:0/task:0/device:CPU:{self.number[device]}")
 
-    def _span(
-        self,
-        kind: str,
-        device: int | None,
-        stage: int,
-        micro_batch: int | None,
-        replica: int = 0,
-        target: int | None = None,
-        size: float = 0.0,
-        reduction: int | None = None,
-        leg: int | None = None,
-    ) -> int:
-        place = (device, stage, micro_batch, replica, target, size)
-        self.spans.append(Span(kind, 0.0, 0.0, *place, reduction=reduction, leg=leg))
+    def _cores(self, device: int) -> int | None:
+        """Returns the server whose cores a device shares."""
+        return self.server[device] if self.server[device] in self.clock.cores else None
+
+    def _span(self, number: int, activity: Activity) -> int:
+        place = (activity.device, activity.stage, self.step.micro_batch[number], activity.replica, activity.target)
+        self.spans.append(Span(activity.kind, 0.0, 0.0, *place, activity.bytes, None, activity.reduction, activity.leg))
         return len(self.spans) - 1
 
-    def _add(
+    def _add_work(
         self, wait: Wait, tensors: Sequence[tf.Tensor], device: int, control: Sequence[tf.Operation] = ()
     ) -> _Made:
         """Adds work of a device, after its previous work."""
         if device in self.previous:
-            control = [*control, self.previous[device].tensor.op]
-            wait = dataclasses.replace(wait, after=(*wait.after, self.previous[device].wait))
+            control = [*control, *self.previous[device].ops]
+            wait = dataclasses.replace(wait, after=(*wait.after, *self.previous[device].waits))
         self.previous[device] = self._node(wait, tensors, control)
         return self.previous[device]
 
@@ -456,15 +336,19 @@ class EmulatedStep:
         with tf.control_dependencies([*control] if wait.after else [self.begin]):
             tensor = tf.numpy_function(functools.partial(self.clock.wait, wait), tensors, tf.float64, name=wait.name)
         tensor.set_shape([None])
-        return _Made(tensor, wait)
+        return _Made((wait,), (tensor.op,), (tensor,))
 
 
 def _samples(interval: Interval) -> Array:
     return np.arange(interval.start, interval.stop, dtype=np.float64)
 
 
-def _waits(come: Sequence[_Came]) -> tuple[Wait, ...]:
-    return tuple(dict.fromkeys(wait for each in come for wait in each.waits))
+def _waits(made: Sequence[_Made]) -> tuple[Wait, ...]:
+    return tuple(dict.fromkeys(wait for each in made for wait in each.waits))
+
+
+def _ops(made: Sequence[_Made]) -> tuple[tf.Operation, ...]:
+    return tuple(dict.fromkeys(op for each in made for op in each.ops))
 
 
 def _joined(tensors: Sequence[tf.Tensor]) -> tf.Tensor:

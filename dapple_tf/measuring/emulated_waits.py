@@ -22,7 +22,6 @@ GRACE = 1e-3
 """Seconds by which the executor may start a wait late without delaying later ones."""
 
 Array = npt.NDArray[np.float64]
-Port = tuple[str, int]
 
 
 class EmulationError(RuntimeError):
@@ -50,7 +49,7 @@ class Wait:
     busy: float
     latency: float = 0.0
     after: tuple[Wait, ...] = ()
-    ports: tuple[Port, ...] = ()
+    ports: tuple[int, ...] = ()
     turn: tuple[int, ...] = ()
     server: int | None = None
     expected: tuple[Array, ...] = ()
@@ -94,7 +93,7 @@ class StepClock:
         self.started = time.perf_counter()
         self.latency = 0.0
         self.ended: dict[Wait, float] = {}
-        self.ports: dict[Port, tuple[float, Wait]] = {}
+        self.ports: dict[int, tuple[float, Wait]] = {}
         self.asked: dict[int, tuple[Wait, float, Wait | None]] = {}
         self.reserved: dict[int, tuple[float, Wait | None]] = {}
         self.records: list[tuple[Wait, float, float, Wait | None]] = []

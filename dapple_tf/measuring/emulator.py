@@ -23,10 +23,11 @@ from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile
 from dapple_tf.measuring.emulated_step import EmulatedStep
 from dapple_tf.measuring.emulated_waits import GRACE, EmulationError, StepClock
+from dapple_tf.simulation.activities import ActivityGraph
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulation import Simulation, device_rows, shown
-from dapple_tf.simulation.simulator import run as simulate_costs
-from dapple_tf.view.timeline import Span
+from dapple_tf.simulation.simulator import run_activities
+from dapple_tf.view.timeline import SEND, Span
 from graph_passes.ir.tasks import Phase, Schedule, Task
 from graph_passes.ir.tensorflow_bridge import bare_config
 
@@ -123,8 +124,7 @@ def emulate(
             delays add up along the step, and only a large ``scale`` makes them small.
 
     Raises:
-        EmulationError: too many devices, carried updates or rows in shards; or the executor ran a task out of order, or
-            before its inputs.
+        EmulationError: too many devices; or the executor ran a task out of order, or before its inputs.
         PlanError: the plan doesn't fit the profile, the cluster, or a device's memory.
     """
     if steps < 1:
@@ -132,16 +132,6 @@ def emulate(
     if scale is not None and not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale is {scale}; it must be above 0 and finite, or None to choose one")
     Plan.check("plan", plan)
-    if plan.carried_updates:
-        raise EmulationError(
-            f"the plan carries {plan.carried_updates} updates over into the next step, and only single steps can be "
-            f"emulated; simulate it, or emulate it with carried_updates=0"
-        )
-    if "rows" in plan.shards:
-        raise EmulationError(
-            "the plan keeps rows of embeddings in shards, whose lookups before forwards can't be emulated; simulate "
-            "it, or emulate it with row_shards=False"
-        )
     devices = {device for group in plan.devices for device in group}
     if len(devices) > MAX_DEVICES:
         raise EmulationError(
@@ -149,12 +139,12 @@ def emulate(
             f"instead, or emulate a plan with fewer stages or replicas"
         )
     costs = CostModel(plan, profile, cluster)
-    schedule = costs.schedule if schedule is None else schedule
-    simulated = simulate_costs(costs, schedule, reduction_order=reduction_order, next_forward=next_forward)
+    graph = ActivityGraph(costs, costs.schedule if schedule is None else schedule, reduction_order, next_forward)
+    simulated = run_activities(graph)
     if scale is None:
         scale = _choose_scale(simulated)
     clock = StepClock(costs, scale, catch_up=catch_up)
-    step = EmulatedStep(costs, schedule, clock, simulated, reduction_order, next_forward)
+    step = EmulatedStep(graph, clock, simulated)
     config = bare_config(CPU=len(devices), GPU=0)
     config.inter_op_parallelism_threads = len(devices) + _most_pending(simulated) + 16
     config.intra_op_parallelism_threads = 1
@@ -196,27 +186,21 @@ def _choose_scale(simulated: Simulation) -> float:
 
 
 def _most_pending(simulated: Simulation) -> int:
-    """Returns the maximum number of simultaneous transfers and reductions: each has its own thread."""
+    """Returns the maximum number of simultaneous transfers and reductions: each has its own thread.
+
+    What a task sends counts from its start on, so that relays count from their own forward's.
+    """
     changes = []
-    made: dict[tuple[int | None, int, int | None], float] = {}  # when the sent result was ready
-    came: dict[tuple[int | None, int, int | None], float] = {}  # when it had come to a relay
-    legs = simulated.costs.legs
+    over: dict[tuple[int | None, int, int | None], float] = {}
     for span in simulated.spans:
-        work = (span.device, span.stage, span.micro_batch)
-        if span.kind == "send":
-            leg = None if span.leg is None else legs[span.leg]
-            if leg is None or leg.source is None or span.stage != leg.sender:
-                ready = made[work]
-            else:
-                ready = came.get((span.device, leg.source, span.micro_batch), 0.0)
+        if span.kind == SEND:
+            ready = over.get((span.device, span.stage, span.micro_batch), 0.0) if span.leg is not None else 0.0
             changes += [(ready, 1), (span.end, -1)]
-            if leg is not None:
-                came[span.target, leg.number, span.micro_batch] = span.end
         elif span.reduction is not None:
             count = len(simulated.costs.reductions[span.reduction].devices)
-            changes += [(span.start, count), (span.end, -count)]
+            changes += [(0.0 if span.cause is None else simulated.spans[span.cause].start, count), (span.end, -count)]
         else:
-            made[work] = span.end
+            over.setdefault((span.device, span.stage, span.micro_batch), span.start)
     level = most = 0
     for _, change in sorted(changes):
         level += change

@@ -81,7 +81,7 @@ class ExampleBatch:
     def of(
         cls, model: keras.Model, x: Any = None, y: Any = None, sample_weight: Any = None, *, length: int | None = None
     ) -> ExampleBatch:
-        """Makes batches like the given examples; what isn't given is drawn.
+        """Makes batches like the given examples; other arrays are drawn.
 
         Args:
             model: a built and compiled model.

@@ -90,7 +90,7 @@ def with_memory(
 
 
 def kept_tensors(program: Program, stage: int) -> list[Ref]:
-    """Returns the tensors that a stage makes and backward functions read, its own or those of later stages."""
+    """Returns a stage's tensors that backward functions of this or later stages read."""
     made = {boundary.ref for boundary in program.boundaries if boundary.producer == stage}
     kept: dict[Ref, None] = {}
     for reader in program.stages[stage:]:

@@ -249,7 +249,7 @@ class _Measuring:
         return float(np.median(again[once > 0] / once[once > 0])) if once.any() else 1.0
 
     def _input_parts(self, start_up: float) -> np.ndarray:
-        """Returns Bx / B of each layer: the part of B that computes the gradients of what it receives."""
+        """Returns Bx / B of each layer: the part of B for input gradients."""
         layered = {samples: steps.layered for samples, steps in self.steps.items()}
         parts = np.zeros(len(self.program.stages))
         for stage in self.program.stages:

@@ -95,7 +95,7 @@ def profile_operators(
     Plan.check("plan", plan)
     if not cluster.real:
         raise ProfileError("this cluster is a description without real devices: it can be planned for, not measured")
-    if plan.operator_devices is None:
+    if not plan.places_operators:
         raise PlanError(
             "this plan runs its stages as a whole: measure operators for Plan.by_operators(...) or "
             "plan.with_placed_operators()"
@@ -112,7 +112,7 @@ def profile_operators(
         for devices in reversed(plan.working_devices)
         for device in reversed(devices)
     }
-    every = [device for groups in plan.operator_devices for device in groups[0]]
+    every = [device for groups in plan.groups for device in groups[0]]
     bar = Progress("measuring operators", len(chosen) * (steps + _WARM_UP))
     with example.told(model), kept_metrics(model), bar:
         for device in chosen.values():

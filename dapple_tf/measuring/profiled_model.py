@@ -95,7 +95,7 @@ class ProfiledModel:
 
     @contextlib.contextmanager
     def session(self, updates: Sequence[GroupUpdate], program: Program | None = None) -> Iterator[TimedSession]:
-        """Opens a session with the values of the model's variables, and of those that updates need.
+        """Opens a session with the values of the model's and the optimizer's variables.
 
         Args:
             updates: the optimizer's part.

@@ -315,7 +315,7 @@ def _optimizer_text(optimizer: Any) -> str:
 
 
 def graph_hash(program: Program) -> str:
-    """Returns a hash of the captured graph under neutral names: those of Keras and TensorFlow contain counters."""
+    """Returns a hash of the captured graph under neutral names, without Keras' counters."""
     library = {function.signature.name: function for function in program.graph.library.function}
     hashes: dict[str, str] = {}
 

@@ -41,7 +41,7 @@ LAST = MICRO_BATCHES - 1
 """The micro-batch that is measured."""
 
 STATISTICS, APPLY, NOTHING = "statistics", "apply", "nothing"
-"""Kinds of items that belong to no phase of a task: those of the update, and calls of an empty function."""
+"""Kinds of items without a task's phase: updates, and calls of an empty function."""
 
 MARK = 1_000_003
 """Stands for the samples of a micro-batch while a step is built: a prime, so that no other constant is a multiple."""

@@ -31,7 +31,7 @@ TLS_VARIABLE = "DAPPLE_TF_TLS"
 """Environment variable with the directory of clients and workers that aren't told another one."""
 AUTHORITY, CERTIFICATE, KEY = "authority.pem", "certificate.pem", "key.pem"
 _ENCODING = "latin-1"
-"""One for any bytes: comments around what is in PEM form may have any other."""
+"""Encoding for any bytes: comments around PEM text may have any other."""
 _FILES = {AUTHORITY: "the authority's certificate", CERTIFICATE: "this machine's certificate", KEY: "its private key"}
 
 

@@ -25,7 +25,7 @@ _FALLBACK_SECONDS = 0.25
 
 
 def unreachable(servers: Mapping[str, str], seconds: float) -> dict[str, str]:
-    """Knocks at TensorFlow servers; returns those that don't answer within ``seconds``, and what happens instead.
+    """Knocks at TensorFlow servers; returns silent ones after ``seconds``, with the reason.
 
         unreachable({"10.0.0.2:2300": "10.0.0.2:2300", "10.0.0.3:2300": "10.0.0.3:2300"}, 10.0)
         is {"10.0.0.3:2300": "no answer within 10 s"}

@@ -258,7 +258,7 @@ class _Connection(NamedTuple):
 
 
 def _plain(address: Address) -> Address:
-    """Returns the address without the interface of a link-local one, and as IPv4 if that is what is sent."""
+    """Returns the address without a link-local interface, and as IPv4 where sent as IPv4."""
     if isinstance(address, ipaddress.IPv4Address):
         return address
     return address.ipv4_mapped or ipaddress.IPv6Address(int(address))
@@ -414,7 +414,7 @@ def _lock(target: socket.socket) -> None:
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """Yields a handle on every socket of this process, including those of TensorFlow's C++ code."""
+    """Yields a handle on every socket of this process, TensorFlow's C++ code included."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # Closed by another thread.
             # Of sockets only: closing any copy of a file's handle releases this process's locks on it.
@@ -443,7 +443,7 @@ def _listening(port: int) -> list[socket.socket]:
 
 
 def _strays(port: int, allowed: Sequence[Address]) -> list[_Connection]:
-    """Returns connections to the port at other addresses: this process's, and those that wait to be accepted."""
+    """Returns connections to the port at other addresses, accepted by this process or waiting."""
     mine = {os.fstat(handle.fileno()).st_ino for handle in _sockets()}
     return [
         item

@@ -298,7 +298,7 @@ def _has_gpus(nodes: Sequence[Mapping[str, Any]], count: int | None, devices: in
 
 
 def _told(nodes: Sequence[Mapping[str, Any]]) -> str:
-    """Returns nodes with their resources, but for those that stand for the nodes themselves."""
+    """Returns nodes with their resources, except the nodes' own names."""
     texts = [f"{node['NodeManagerAddress']} with {_plain(node['Resources'])}" for node in nodes]
     return f"{counted(len(nodes), 'node')}: {'; '.join(texts)}"
 

@@ -69,7 +69,7 @@ class _Flow:
         self._start = self._end = 0
 
     def advance(self) -> bool:
-        """Receives and hands on what it can; returns whether that was anything."""
+        """Receives and forwards available bytes; returns whether there were any."""
         if self._start == self._end:
             self._start = self._end = 0
             self._receive()

@@ -43,7 +43,7 @@ def own_versions() -> Mapping[str, str]:
 
 
 def version_difference(theirs: Mapping[str, str]) -> str | None:
-    """Returns an error's text if results could differ from those of workers with this process's versions.
+    """Returns an error's text if results could differ between these versions and this process's.
 
     Args:
         theirs: a worker's versions.

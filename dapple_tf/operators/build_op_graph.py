@@ -29,7 +29,7 @@ _LEFT_OUT = frozenset({"Const", "Placeholder"})
 
 
 class _Inputs(NamedTuple):
-    """The inputs of a node and what it waits for, as (index of the node, output)."""
+    """Data and control inputs of a node, as (index of the node, output)."""
 
     data: list[tuple[int, int]]
     control: list[int]
@@ -229,7 +229,7 @@ def _seconds(reading: _Reading, order: Sequence[int], kinds: Sequence[str], cost
 
 
 def _splits(reading: _Reading, order: Sequence[int], groups: Sequence[int]) -> dict[int, tuple[SplitRule, ...]]:
-    """Returns how operators can be split; those that are bound to others can't."""
+    """Returns how operators can be split; colocated ones can't."""
     members = collections.Counter(groups)
     splits = {}
     constants: dict[int, np.ndarray] = {}

@@ -17,7 +17,7 @@ from dapple_tf.operators.op_graph import (
     compile_problem,
     tails,
 )
-from dapple_tf.operators.simulated_placement import order_by_urgency, peak_bytes, run_in_order, simulate
+from dapple_tf.operators.simulated_placement import Sent, order_by_urgency, peak_bytes, run_in_order, simulate
 from graph_passes.analysis.split_rules import Split
 
 
@@ -61,13 +61,22 @@ class Candidate(NamedTuple):
 
 def judged(variant: Variant, devices: list[int], order: list[int], origin: str) -> Candidate:
     """Simulates given devices and queue."""
-    problem = variant.problem
-    start, finish, sent = run_in_order(problem, devices, order)
-    over = 0.0
-    limits = problem.topology.memory_bytes
+    return _candidate(variant, devices, order, *run_in_order(variant.problem, devices, order), origin)
+
+
+def _candidate(
+    variant: Variant,
+    devices: list[int],
+    order: list[int],
+    start: list[float],
+    finish: list[float],
+    sent: Sent,
+    origin: str,
+) -> Candidate:
+    over, limits = 0.0, variant.problem.topology.memory_bytes
     if np.isfinite(limits).any():
         place = np.array(devices, np.int64)
-        peaks = peak_bytes(problem, place, np.array(start), np.array(finish), sent)
+        peaks = peak_bytes(variant.problem, place, np.array(start), np.array(finish), sent)
         over = float(np.maximum(peaks - limits, 0.0).sum())
     return Candidate(variant, devices, order, max(finish, default=0.0), over, origin)
 
@@ -85,10 +94,10 @@ def _urgency(problem: PlacementProblem, devices: list[int]) -> list[float]:
 def _queued(
     variant: Variant, devices: list[int], urgency: list[float], release: Mapping[int, float] | None, origin: str
 ) -> Candidate:
-    order, _, finish = order_by_urgency(variant.problem, devices, urgency, release)
-    if release or np.isfinite(variant.problem.topology.memory_bytes).any():
+    order, start, finish, sent = order_by_urgency(variant.problem, devices, urgency, release)
+    if release:  # Devices wait for nothing when the queue is run.
         return judged(variant, devices, order, origin)
-    return Candidate(variant, devices, order, max(finish, default=0.0), 0.0, origin)
+    return _candidate(variant, devices, order, start, finish, sent, origin)
 
 
 def ordered_sources(candidate: Candidate, rounds: int = 2) -> Candidate:
@@ -221,7 +230,7 @@ class Pieces:
         return cls(compile_problem(joining.graph(), problem.topology), joining.piece.tolist())
 
     def spread(self, devices: list[int]) -> list[int]:
-        """Returns the operators' devices, given those of the pieces."""
+        """Returns the operators' devices, from the pieces'."""
         return [devices[piece] for piece in self.piece]
 
 

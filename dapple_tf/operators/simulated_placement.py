@@ -114,7 +114,7 @@ def order_by_urgency(
     devices: list[int],
     urgency: Sequence[float],
     release: Mapping[int, float] | None = None,
-) -> tuple[list[int], list[float], list[float]]:
+) -> tuple[list[int], list[float], list[float], Sent]:
     """Finds Q for operators whose devices are known: each device takes the most urgent of its ready operators.
 
     It simulates the step by events with the rules of `run_in_order`, so both agree on the step's length.
@@ -126,7 +126,7 @@ def order_by_urgency(
         release: operators' earliest starts, in seconds; 0 for missing ones.
 
     Returns:
-        Q, and the start and end of each operator.
+        Q, the start and end of each operator, and the transfers.
     """
     count, n = problem.devices, problem.count
     seconds, outputs, readers, waiters = problem.seconds, problem.outputs, problem.readers, problem.waiters
@@ -152,6 +152,7 @@ def order_by_urgency(
     links = [[0.0] * count for _ in range(count)]
     start, finish = [0.0] * n, [0.0] * n
     order: list[int] = []
+    sent: Sent = []
     push, pop = heapq.heappush, heapq.heappop
     touched = list(range(count))
     now = 0.0
@@ -166,7 +167,7 @@ def order_by_urgency(
                 number += 1
                 push(events, (end, number, device, [], op))
         if not events:
-            return order, start, finish
+            return order, start, finish, sent
         now = events[0][0]
         touched = []
         while events and events[0][0] == now:
@@ -191,6 +192,7 @@ def order_by_urgency(
                         if begin < now:
                             begin = now
                         link[there] = end = begin + (latency[there] + size[tensor] * per_byte[there])
+                        sent.append((tensor, device, there, begin, end))
                         number += 1
                         push(events, (end, number, there, away[there], -1))
                 for other in waiters[op]:

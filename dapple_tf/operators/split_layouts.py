@@ -98,7 +98,7 @@ class Layouts:
         return layout
 
     def columns_then_rows(self, least: float) -> Layout:
-        """Splits products by the columns of their weights, in the program's order, and what is linked with them alike.
+        """Splits products and linked operators by the weights' columns, in the program's order.
 
         A product that reads what such a product makes is then split by the rows of its weights, and adds the parts'
         results: Megatron's pairs (Shoeybi et al., 2019, section 3), as far as the tensors between are cut alike. The

@@ -365,7 +365,7 @@ def samples_operators(problem: PlacementProblem) -> np.ndarray:
 
 
 def _linked_with_heaviest(layouts: Layouts) -> Layout:
-    """Splits the heaviest operator on samples by batch, and what is linked with it by tensors that are cut alike."""
+    """Splits the heaviest operator on samples by batch, with operators of equally cut tensors."""
     seeds = [op for op in range(layouts.problem.count) if layouts.rule(op, "batch") >= 0]
     if not seeds:
         raise PlacementError(
@@ -384,7 +384,7 @@ def _linked_with_heaviest(layouts: Layouts) -> Layout:
 
 
 def _from_fed_batch(layouts: Layouts) -> list[bool]:
-    """Returns which operators need what is fed, other than by sums over the batch."""
+    """Returns the operators that need fed values, other than by sums over the batch."""
     problem = layouts.problem
     needing = [False] * problem.count
     for op in range(problem.count):

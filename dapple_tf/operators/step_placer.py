@@ -11,7 +11,7 @@ from typing import NamedTuple
 from dapple_tf.common.garbage import without_collection
 from dapple_tf.common.progress import Progress
 from dapple_tf.describe.cluster import Cluster
-from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.plan import Plan
 from dapple_tf.operators.average_slice import place_average_slice
 from dapple_tf.operators.build_op_graph import build_op_graph
 from dapple_tf.operators.fd_dps import fd_dps
@@ -154,14 +154,9 @@ class StepPlacer:
 
     @property
     def devices(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """The groups of devices among which the operators of each stage's replicas are placed.
-
-        Raises:
-            PlanError: the plan runs stages as a whole.
-        """
-        if self.plan.operator_devices is None:
-            raise PlanError("the plan runs stages as a whole; give one by Plan.by_operators or with_placed_operators")
-        return self.plan.operator_devices
+        """The groups of devices among which the operators of each stage's replicas are placed."""
+        assert self.plan.places_operators
+        return self.plan.groups
 
     def place(
         self,
@@ -404,7 +399,7 @@ def _with_replicas(graph: GraphDef, layout: Layout) -> GraphDef:
 
 
 def _counterparts(graph: GraphDef, placed_of: Mapping[str, str]) -> dict[str, str]:
-    """Maps calls and other marked nodes of a step to those of the replicas whose operators are placed.
+    """Maps calls and other marked nodes of a step to nodes of placed replicas.
 
     Nodes with the same marks are alike in the order of the graph, if there are as many on both devices.
     """
@@ -445,7 +440,7 @@ def _put_in_turn(graph: GraphDef) -> None:
 
 
 def own_operators(flat: FlatStep, device: str) -> tuple[GraphDef, dict[Ref, Shape | None]]:
-    """Returns the operators on a device, those of its first micro-batch and of no other, and all shapes."""
+    """Returns a device's operators of its first micro-batch or none, and all shapes."""
     own, outside = _stage_graph(flat.program.graph, device)
     return searched(own), {**flat.shapes, **{Ref(name): flat.shapes.get(ref) for name, ref in outside.items()}}
 

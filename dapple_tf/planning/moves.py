@@ -13,7 +13,7 @@ from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.plan_values import PlanValueError, device_lists
 from dapple_tf.describe.profile import Profile
-from dapple_tf.planning.plan_request import FOUND_LAST, Changes, Move, PlanRequest
+from dapple_tf.planning.plan_request import FOUND_AGAIN, FOUND_LAST, Changes, Move, PlanRequest
 from dapple_tf.planning.stage_cuts import by_device, by_time, chunked
 from dapple_tf.schedules.policy import Policy
 from dapple_tf.simulation.cost import CostModel
@@ -53,7 +53,7 @@ def modes_on(plan: Plan, devices: Sequence[Sequence[int]]) -> tuple[str, ...]:
 
 
 def modes_by_memory(plan: Plan, request: PlanRequest) -> tuple[str, ...]:
-    """Returns for each stage the mode that keeps most among those that don't limit its micro-batches in flight.
+    """Returns each stage's mode that keeps most without limiting micro-batches in flight.
 
     Stages from the last to the first have ever more micro-batches in flight, so that the last ones may keep what the
     first ones have to compute again. A stage that no mode suffices for has the one that keeps least.
@@ -96,10 +96,10 @@ def evened(plan: Plan, request: PlanRequest) -> tuple[str, ...]:
 
 
 def recomputing_by_stage(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
-    """Yields plans whose stages keep what their own memory suffices for, some with more layers for those that do."""
+    """Yields plans whose stages keep residuals by their own memory, some with moved cuts."""
     if not request.allows("stage_recompute") or len(request.modes) == 1:
         return
-    plan = plan.with_options(**FOUND_LAST, shares=None)
+    plan = plan.with_options(**FOUND_AGAIN)
     used = [device for devices in plan.devices for device in devices]
     for _ in range(_EVENED):
         modes = modes_by_memory(plan, request)
@@ -120,7 +120,7 @@ _GROUPS = 4
 _MOST_CHANGES = 1000
 """The most changes of one plan that are taken from a move: it may yield them without end."""
 _NOT_BY_MOVES = {"global_batch_size", *FOUND_LAST}
-"""Options that moves don't change: the user's, and those that the planner finds last."""
+"""Options that moves don't change: the user's, and the planner's last ones."""
 
 
 def neighbours(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
@@ -143,7 +143,7 @@ def neighbours(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
 def _changed(plan: Plan, request: PlanRequest, changes: Changes) -> Iterator[Plan]:
     """Yields the plan with changes, and with the shares and task times that follow, if that is a legal plan."""
     modes = modes_on(plan, device_lists(changes.get("devices", plan.devices)))
-    dropped = {**FOUND_LAST, "shares": None, "task_seconds": None, "recompute": modes}
+    dropped = {**FOUND_AGAIN, "task_seconds": None, "recompute": modes}
     try:
         other = plan.with_options(**{**dropped, **changes})
         if "shares" not in changes:
@@ -486,7 +486,7 @@ def least_seconds(costs: CostModel) -> float:
 
 
 def name(plan: Plan) -> str:
-    """Returns what is out of order in a plan, briefly: ``zb_h2, stages 0-3 and 4-7 in chunks, k = 2``; else empty."""
+    """Returns a plan's out-of-order options: ``zb_h2, stages 0-3 and 4-7 in chunks, k = 2``; else empty."""
     parts = [str(plan.policy)] if not plan.policy.planning.formula else []
     runs = groups(plan)
     used = [device for _, devices in runs for device in devices]

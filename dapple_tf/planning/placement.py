@@ -151,7 +151,7 @@ class Placements:
                         self.steps.append(Step(source, target, given, places))
 
     def _counts(self, used: Counts) -> list[int]:
-        """Returns the numbers of replicas to try in a state: also those that complete a server or use all the rest."""
+        """Returns the numbers of replicas to try, up to a whole server or all the rest."""
         free = sum(self.sizes) - sum(used)
         partly = sum(size - taken for size, taken in zip(self.sizes, used, strict=True) if taken)
         return sorted({count for count in (*self.counts, partly, free) if 0 < count <= free})

@@ -234,8 +234,8 @@ def shape(plan: Plan) -> str:
     """Returns a plan's short form, as in the paper: ``8:8`` with 4 micro-batches, ``data parallel``, ``straight``."""
     replicas = plan.replicas
     name = ":".join(map(str, replicas))
-    if plan.spread_stages and plan.operator_devices is not None:
-        sizes = [len(groups[0]) for groups in plan.operator_devices]
+    if plan.spread_stages:
+        sizes = [len(groups[0]) for groups in plan.groups]
         parts = (f"{own} x {size}" if size > 1 else f"{own}" for own, size in zip(replicas, sizes, strict=True))
         name = f"{':'.join(parts)} with placed operators"
     elif plan.num_stages == 1:

@@ -103,6 +103,10 @@ NAMES = tuple(feature.name for feature in FEATURES)
 """The names of all features."""
 
 
+WITH_ALL_GRADIENTS = frozenset(NAMES) - {"carried_updates"}
+"""The features for optimizers that need all gradients before their first update."""
+
+
 def features_of(only: str | Iterable[str] | None) -> frozenset[str]:
     """Returns the names of the features that ``only`` allows; all for None.
 
@@ -146,10 +150,12 @@ _MOST_MICRO_BATCHES = 64
 
 FOUND_LAST: Mapping[str, Any] = {"backward_cuts": (), "all_reduce": "flat", "relays": ()}
 """Options that the planner finds when the rest of a plan is known, as they are before."""
+FOUND_AGAIN: Mapping[str, Any] = {**FOUND_LAST, "shares": None}
+"""The same, and options that are found again for other stages or devices (`PlanRequest.shared`)."""
 Changes = Mapping[str, Any]
 """The options of a plan that a move changes, as `Plan.with_options` takes them."""
 Move = Callable[[Plan, "PlanRequest"], Iterable[Changes]]
-"""Yields small changes to a plan, for the planner's local search. Those that make no legal plan are skipped."""
+"""Yields small legal changes to a plan, for the planner's local search."""
 
 
 class Flag(NamedTuple):
@@ -414,7 +420,7 @@ class PlanRequest:
 
     @property
     def straight(self) -> list[Policy]:
-        """Those of them for one stage on each device."""
+        """Policies for one stage on each device."""
         return [policy for policy in self.ranked if Placement.STRAIGHT in policy.planning.placements]
 
     @property

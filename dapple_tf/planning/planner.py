@@ -628,7 +628,7 @@ class _Planner:
             best_reverse_first_k(plan.num_stages + 1, lambda carried: throughput(k, carried))
 
     def _estimate(self, plan: Plan) -> float:
-        """Estimates the seconds of a step whose only bubbles are those of the first and the last micro-batch.
+        """Estimates the seconds of a step with bubbles of the first and last micro-batch alone.
 
         Formula 1 of DAPPLE (section 4.1) for orders in which Bw fill bubbles.
         """

@@ -101,7 +101,7 @@ def cut_trials(costs: CostModel, whole: Trial) -> Iterator[Trial]:
 
 
 def early_reductions(costs: CostModel) -> Iterator[Plan]:
-    """Yields a plan, which has no ``backward_cuts``, with those of its first stages: of 1, 2, 4 ... stages, of all.
+    """Yields a plan with ``backward_cuts`` in its first 1, 2, 4 ... and all stages.
 
     Cuts of later stages may do harm: on a busy link their all-reduces delay what is sent to earlier stages.
     """

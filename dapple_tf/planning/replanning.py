@@ -15,7 +15,7 @@ from dapple_tf.describe.profile import Profile
 from dapple_tf.describe.stage_plan import StagePlan
 from dapple_tf.errors import DappleError
 from dapple_tf.planning.moves import leanest
-from dapple_tf.planning.plan_request import LEAST_GAIN, NAMES
+from dapple_tf.planning.plan_request import LEAST_GAIN, WITH_ALL_GRADIENTS
 from dapple_tf.planning.planner import plan_anew
 from dapple_tf.schedules.policy import Policy
 from dapple_tf.simulation.simulator import simulate
@@ -75,11 +75,12 @@ def shrink(plan: Plan, cluster: Cluster, lost: Collection[int]) -> Plan:
         DappleError: no device of the plan remains.
     """
     numbers = {device: new for new, device in enumerate(_remaining(cluster, lost))}
-    groups = plan.operator_devices or [[(device,) for device in own] for own in plan.devices]
+    groups = plan.groups
     left_of = [_groups_left(own, numbers) for own in groups]
     if not any(left_of):
         raise DappleError("none of the plan's devices is left")
     all_reduce = {stage.all_reduce for stage in plan.stages}
+    common = all_reduce.pop() if len(all_reduce) == 1 else "flat"
     cuts: list[str | None] = []
     kept: list[StagePlan] = []
     modes: list[list[str]] = [[]]
@@ -90,31 +91,20 @@ def shrink(plan: Plan, cluster: Cluster, lost: Collection[int]) -> Plan:
         modes[-1].append(stage.recompute)
         if not replicas:
             continue  # Without a cut before the next stage that is kept, it joins the one before, if there is one.
-        kept.append(
-            StagePlan(
-                stage.cut,
-                devices=tuple(group[0] for group in replicas.values()),
-                shares=None if stage.shares is None else tuple(stage.shares[replica] for replica in replicas),
-                operator_devices=None if stage.operator_devices is None else tuple(replicas.values()),
-                all_reduce=stage.all_reduce if len(all_reduce) == 1 else "flat",
-            )
-        )
+        kept.append(stage.of_replicas(replicas))
     stages = tuple(
-        dataclasses.replace(stage, cut=cut, recompute=leanest(own))
+        dataclasses.replace(stage, cut=cut, recompute=leanest(own), all_reduce=common)
         for stage, cut, own in zip(kept, [*cuts, None], modes, strict=True)
     )
 
     def made(schedule: str | Policy, reverse_first_k: int) -> Plan:
-        return dataclasses.replace(
-            plan,
-            stages=stages,
+        return plan.with_stages(
+            stages,
             schedule=schedule,
             warm_up=None,
             reverse_first_k=reverse_first_k,
             carried_updates=0,
-            backward_cuts=(),
             reduction_order="completion",
-            report=None,
         )
 
     try:
@@ -165,7 +155,7 @@ class Growth(NamedTuple):
 
     @property
     def gain(self) -> str:
-        """What is gained, for messages."""
+        """The gain, for messages."""
         if self.present is None or self.latency is None:
             return "the gain isn't predicted"
         if math.isinf(self.present):
@@ -207,8 +197,8 @@ class Replanner:
         if known is not None and not (known.plan.carried_updates and self.needs_all_gradients):
             return known
         plan = deployment.plan
-        if self.profile is not None and plan.operator_devices is None:
-            only = set(NAMES) - {"carried_updates"} if self.needs_all_gradients else None
+        if self.profile is not None and not plan.places_operators:
+            only = WITH_ALL_GRADIENTS if self.needs_all_gradients else None
             with contextlib.suppress(PlanError):
                 return Deployment(cluster, plan_anew(plan, self.profile, cluster, only))
         return Deployment(cluster, shrink(plan, deployment.cluster, lost))
@@ -219,7 +209,7 @@ class Replanner:
         former: Mapping[tuple[str, ...], Deployment],
         there: Collection[str],
     ) -> Growth | None:
-        """Returns a deployment on the present workers and those that have come back, or None if nothing is gained.
+        """Returns a deployment on present and returned workers, or None without a gain.
 
         The plan is that of `without`. With a profile, the simulated step must be faster than the present one by
         `LEAST_GAIN`. Without one, and for plans that place single operators, more devices must work than at present.
@@ -240,7 +230,7 @@ class Replanner:
             larger = self.without(full, away, former)
         except DappleError:  # None of the devices of the plan for all workers is there.
             return None
-        if self.profile is None or larger.plan.operator_devices is not None:
+        if self.profile is None or larger.plan.places_operators:
             return Growth(larger, added) if _num_working(larger.plan) > _num_working(present.plan) else None
         before, after = self._latency(present), self._latency(larger)
         return Growth(larger, added, before, after) if after < (1 - LEAST_GAIN) * before else None

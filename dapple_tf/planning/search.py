@@ -27,8 +27,8 @@ import numpy.typing as npt
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.placement import Links, Placements
+from dapple_tf.simulation.activities import reduction_pieces
 from dapple_tf.simulation.cost import CostModel
-from dapple_tf.simulation.simulated_reductions import reduction_pieces
 from dapple_tf.simulation.stage_cost import MIN_CUT_SHARE
 
 

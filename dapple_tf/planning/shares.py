@@ -33,7 +33,7 @@ def with_shares(plan: Plan, profile: Profile, cluster: Cluster) -> Plan:
         PlanError: the plan doesn't suit the profile or the cluster.
     """
     shares, warm_up = None, plan.warm_up
-    if not cluster.alike and plan.operator_devices is None and max(plan.replicas) > 1:
+    if not cluster.alike and not plan.places_operators and max(plan.replicas) > 1:
         costs = CostModel(plan, profile, cluster)
         shares = _Split(costs, plan.warm_up_counts()).shares()
         if shares is None:

@@ -119,7 +119,7 @@ def chunked(plan: Plan, profile: Profile, chunks: int = 4) -> Plan:
 
     Args:
         plan: the plan; each chunk inherits its stage's settings, and ``reverse_first_k`` counts the chunks of its
-            first k stages. Its report, ``backward_cuts`` and ``relays`` are dropped.
+            first k stages. Its report, pieces and relays are dropped.
         profile: its layers' costs.
         chunks: the most parts of a stage; fewer where the layers don't allow more, since each chunk needs parameters.
 
@@ -155,13 +155,10 @@ def chunked(plan: Plan, profile: Profile, chunks: int = 4) -> Plan:
             forward, input_grad, weight_grad = own.task_seconds
             own = dataclasses.replace(own, task_seconds=(share * forward, share * input_grad, share * weight_grad))
         stages.append(dataclasses.replace(own, cut=end, relays=False))
-    return dataclasses.replace(
-        plan,
-        stages=tuple(stages),
+    return plan.with_stages(
+        stages,
         warm_up=None if plan.warm_up is None else tuple(plan.warm_up[stage] for stage in origin),
         reverse_first_k=sum(stage < plan.reverse_first_k for stage in origin),
-        backward_cuts=(),
-        report=None,
     )
 
 

@@ -166,7 +166,7 @@ class _Run:
         return None if best is None else best[1]
 
     def _look(self, device: int, index: int) -> None:
-        """Notes that a queue's first unstarted job is ready, or what it waits for; limits in flight are left out."""
+        """Notes a queue's first unstarted job as ready, or its missing inputs, without limits in flight."""
         head, queue = self.heads[device][index], self.queues[device][index]
         if head == len(queue):
             return
@@ -228,7 +228,7 @@ class _Run:
                 self._look(*waiting)
 
     def _count_room(self) -> None:
-        """Counts each micro-batch's stages in flight on each device, and those it hasn't begun."""
+        """Counts each micro-batch's stages in flight and not begun on each device."""
         self.held: dict[int, dict[int, int]] = {device: {} for device in self.devices}
         self.ahead: dict[int, dict[int, int]] = {device: {} for device in self.devices}
         self.oldest = dict.fromkeys(self.devices, 0)

@@ -64,7 +64,7 @@ def warm_up(request: ScheduleRequest, wanted: Wanted) -> list[int]:
 
 
 def limited(request: ScheduleRequest, wanted: Sequence[int]) -> list[int]:
-    """Lowers each group's K to what its stages hold, and to K of the group before."""
+    """Lowers each group's K to its stages' limit, and to K of the group before."""
     counts = [
         min(request.limit(stage, count) for stage in group) for group, count in zip(request.groups, wanted, strict=True)
     ]

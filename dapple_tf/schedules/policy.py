@@ -1,4 +1,4 @@
-"""A scheduling policy as one value: how it orders tasks, what it can't do, and when the planner tries it."""
+"""A scheduling policy as one value: order of tasks, refused options, use by the planner."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Placement(enum.Enum):
 
 @dataclass(frozen=True)
 class Planning:
-    """When the planner tries a policy, and what that costs.
+    """The planner's use of a policy, and its cost.
 
     Attributes:
         placements: the placements that it is tried with; none for a policy that the planner leaves alone.

@@ -205,7 +205,7 @@ def _deadlock_text(
     steps: Sequence[Mapping[int, Task]],
     waits: Mapping[int, tuple[Task, Sequence[Task]]],
 ) -> str:
-    """Draws what each device ran in the last steps, with an arrow to the task it is stuck on and what that awaits."""
+    """Draws each device's last tasks, with an arrow to the stuck task and its missing inputs."""
     shown = steps[-_GRID_COLUMNS:]
     first = len(steps) - len(shown)
     rows = [["", *(str(first + column) for column in range(len(shown)))]]

@@ -50,7 +50,7 @@ POLICIES = tuple(policy.name for policy in BUILT_IN)
 
 
 def check(policy: Policy, request: ScheduleRequest) -> None:
-    """Checks that a policy can do what is asked, without ordering any tasks.
+    """Checks that a policy accepts a request, without ordering any tasks.
 
     Raises:
         ScheduleError: names what it can't do, and what would do.
@@ -269,7 +269,7 @@ def _forwards(request: ScheduleRequest) -> Orders:
 
 
 def _expand(name: str, request: ScheduleRequest, orders: Orders, active: Active | None) -> Schedule:
-    """Turns devices' jobs into tasks of their replicas, without those of empty slices."""
+    """Turns devices' jobs into tasks of their replicas, without empty slices."""
     replicas = [{device: replica for replica, device in enumerate(devices)} for devices in request.devices]
 
     def task(device: int, job: Job) -> Task:

@@ -131,7 +131,7 @@ class CostModel:
         return phase is not Phase.INPUT_GRAD or stage in self._receives or not self.stages[stage].parameter_bytes
 
     def gradient_phase(self, stage: int, split: bool) -> Phase:
-        """Returns the phase of a stage that takes the gradients of what it has sent.
+        """Returns the phase of a stage that takes gradients of its sent tensors.
 
         A Bx without work keeps its place in the device's order, but waits for nothing: Bw takes them.
 
@@ -150,7 +150,7 @@ class CostModel:
 
     @functools.cached_property
     def outgoing(self) -> tuple[tuple[Leg, ...], ...]:
-        """For each stage the legs over which it sends what it makes, and receives the gradients."""
+        """Legs over which each stage sends its tensors, and receives their gradients."""
         made = [leg for leg in self.legs if leg.source is None]
         return tuple(tuple(leg for leg in made if leg.sender == stage) for stage in range(len(self.stages)))
 
@@ -302,7 +302,7 @@ class CostModel:
     # ---- rows in shards
 
     def table_bytes(self, stage: int) -> int:
-        """Returns the bytes of a stage's tables of which each of its devices keeps a shard; 0 without `row_shards`."""
+        """Returns the bytes of a stage's tables of which each of its devices keeps a shard."""
         if "rows" not in self.plan.shards or len(self.plan.devices[stage]) < 2:
             return 0
         return sum(layer.table_bytes for layer in self.profile.layers[slice(*self.stages[stage].layers)])
@@ -324,7 +324,7 @@ class CostModel:
         return self.step_row_bytes(stage) / 2
 
     def lookup(self, task: Task) -> tuple[float, float, bool, int, float]:
-        """Returns what it takes to look up the rows of a forward.
+        """Returns the cost of looking up the rows of a forward.
 
         Returns:
             Seconds during which the replica's link is busy, and more until rows are there; whether some come from
@@ -357,7 +357,7 @@ class CostModel:
         return self._cut(stage)[1]
 
     def _cut(self, stage: int) -> tuple[int, tuple[tuple[float, float], ...]]:
-        """Returns the number of pieces of a stage's last backward, and those that complete gradients."""
+        """Returns a stage's number of pieces of its last backward, and pieces that complete gradients."""
         if stage not in self._cuts:
             self._cuts[stage] = self._cut_backward(stage)
         return self._cuts[stage]
@@ -459,7 +459,7 @@ class CostModel:
         return self.stages[stage].working_bytes(samples, Phase.BACKWARD if alone else phase)
 
     def apply_bytes(self, stage: int) -> float:
-        """Returns the bytes that the update of a device's part of a stage needs besides what is stored."""
+        """Returns the temporary bytes of the update of a device's part of a stage."""
         return self.stages[stage].apply_bytes * self._updated_share(stage)
 
     @functools.cached_property
@@ -546,12 +546,10 @@ class CostModel:
                 if fixed < limit:
                     fix += ", smaller micro-batches, or more replicas"
                     fix += ", or recompute='boundary'" if self.plan.stages[stage].recompute == "none" else ""
-                shares = self.plan.stages[stage].shares
                 raise PlanError(
-                    f"stage {stage} needs {gib(need)} on {'one' if shares else 'each'} device ({gib(fixed)} for "
-                    f"weights, gradients and optimizer, {gib(own)} for one slice of "
-                    f"{worst.samples if shares else self.samples(stage)} samples), {gib(need - limit)} more than "
-                    f"{'that device' if shares else 'its smallest device'} has ({gib(limit)}): {fix}"
+                    f"stage {stage} needs {gib(need)} on a device ({gib(fixed)} for weights, gradients and optimizer, "
+                    f"{gib(own)} for one slice of {worst.samples} samples), {gib(need - limit)} more than that device "
+                    f"has ({gib(limit)}): {fix}"
                 )
 
     # ---- schedule

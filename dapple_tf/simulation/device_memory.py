@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from dapple_tf.simulation.legs import handed_on
+from graph_passes.ir.batching import Interval
 from graph_passes.ir.tasks import Phase
 
 if TYPE_CHECKING:
@@ -72,8 +73,11 @@ _Work = tuple[tuple[int, int], ...]
 
 
 def device_needs(costs: CostModel) -> tuple[tuple[tuple[DeviceNeed, int | None], ...], ...]:
-    """Returns for each stage what its devices need, and their memory; devices with the same work need the same."""
-    samples = [_largest_slices(costs, stage) for stage in range(len(costs.stages))]
+    """Returns each stage's needed and available memory, by devices with the same work."""
+    plan, first = costs.plan, Interval(0, costs.micro_batches[0].size)
+    samples = [
+        dict(zip(devices, plan.largest_slices(stage, first), strict=True)) for stage, devices in enumerate(plan.devices)
+    ]
     works: dict[int, _Work] = {
         device: tuple((stage, samples[stage][device]) for stage in stages)
         for device, stages in _stages_on(costs).items()
@@ -88,15 +92,6 @@ def device_needs(costs: CostModel) -> tuple[tuple[tuple[DeviceNeed, int | None],
         )
         for devices in costs.plan.devices
     )
-
-
-def _largest_slices(costs: CostModel, stage: int) -> dict[int, int]:
-    """Maps each device of a stage to the samples of its largest slice; without shares, to those of the stage's."""
-    largest: dict[int, int] = {}
-    equal = None if any(own.shares for own in costs.plan.stages) else costs.samples(stage)
-    for device, interval in zip(costs.plan.devices[stage], costs.slices(stage, 0), strict=True):
-        largest[device] = max(largest.get(device, 0), interval.size) if equal is None else equal
-    return largest
 
 
 def device_need(costs: CostModel, sizes: Mapping[int, int]) -> DeviceNeed:

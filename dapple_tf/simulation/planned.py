@@ -56,7 +56,7 @@ def planned(
 
 
 def _free(plan: Plan, cluster: Cluster | None) -> Cluster:
-    """Returns a cluster's devices (for None, those of the plan) with free links and cores for each."""
+    """Returns the cluster's or plan's devices with free links and cores for each."""
     if cluster is None:
         count = 1 + max(device for devices in plan.working_devices for device in devices)
         return Cluster(tuple(Device(f"device {index}", 0) for index in range(count)), real=False)

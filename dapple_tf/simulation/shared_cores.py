@@ -20,14 +20,14 @@ class Running:
 
     Attributes:
         span: as if it were undisturbed.
-        task: the task's number; None for an update.
+        number: of the activity.
         left: the remaining undisturbed seconds.
         marks: what is left when each of its pieces but the last ends, and the unit that this completes, in order.
         index: position of its span; None if that isn't recorded before its end.
     """
 
     span: Span
-    task: int | None
+    number: int
     left: float
     marks: deque[tuple[float, int]]
     index: int | None

@@ -75,7 +75,7 @@ class Simulation:
 
     @property
     def timeline(self) -> Mapping[int, tuple[Span, ...]]:
-        """Device -> what it computes, in order of time."""
+        """Device -> its computations, in order of time."""
         by_device: dict[int, list[Span]] = {device: [] for device in self.costs.devices}
         for span in self.spans:
             if span.device is not None and span.kind not in LINK_KINDS:
@@ -161,7 +161,7 @@ class Simulation:
         return f"step {ms_text(self.latency)} ms, {self.throughput:.4g} samples/s"
 
     def _rows(self) -> list[tuple[str, ...]]:
-        """Returns a row for each stage (or those that share devices), below a header."""
+        """Returns a row for each stage or group that shares devices, below a header."""
         rows: list[tuple[str, ...]] = [("stage", "devices", "bubble", "busy ms", "peak memory")]
         for stages, devices in device_rows(self.costs):
             busy = sum(self.busy[device] for device in devices) / len(devices)

@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import copy
+import heapq
+import itertools
 import math
-from collections.abc import Sequence
+import operator
+from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile
+from dapple_tf.simulation.activities import JOIN, ActivityGraph
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.least_times import LeastTimes
-from dapple_tf.simulation.simulated_reductions import Reductions, carried_stages
-from dapple_tf.simulation.simulated_step import ROUNDING, SimulatedStep
+from dapple_tf.simulation.shared_cores import Running, SharedCores
 from dapple_tf.simulation.simulation import Simulation
-from dapple_tf.simulation.step_tasks import TooSlowError
-from graph_passes.ir.tasks import Schedule
+from dapple_tf.view.timeline import ALL_REDUCE, SEND, Span
+from graph_passes.ir.tasks import Phase, Schedule
 
-__all__ = ["Simulation", "run", "simulate", "tried"]
+__all__ = ["Simulation", "run", "run_activities", "simulate", "tried"]
+
+_END = operator.attrgetter("end")
+_ROUNDING = 1e-9
+"""Relative difference of times that may come from adding in another order."""
+
+
+class TooSlowError(Exception):
+    """A step certainly takes longer than the limit of its simulation."""
 
 
 def simulate(
@@ -73,7 +87,13 @@ def run(
     next_forward: bool = False,
 ) -> Simulation:
     """Simulates the step that ``costs`` describes; see :func:`simulate`."""
-    return _step(costs, schedule, math.inf, reduction_order, next_forward).run()
+    schedule = costs.schedule if schedule is None else schedule
+    return run_activities(ActivityGraph(costs, schedule, reduction_order, next_forward))
+
+
+def run_activities(graph: ActivityGraph) -> Simulation:
+    """Simulates the activities of a step."""
+    return _Step(graph).run()
 
 
 _COSTS, _STAGE_COSTS, _ORDER = 60.0, 8.0, 0.6
@@ -93,7 +113,7 @@ class Trial:
     simulation: Simulation | None
     work: float
     tail: float
-    _step: SimulatedStep | None
+    _step: _Step | None
 
     def with_cuts(self, costs: CostModel) -> Trial:
         """Simulates the step with its last backwards cut: only what these may change.
@@ -130,12 +150,12 @@ def tried(costs: CostModel, limit: float = math.inf) -> Trial:
             {stage for stage in stages if costs.delays(stage)},
             carried=stages if costs.plan.carried_updates else (),
         )
-        if least.busiest() + costs.profile.step_seconds > limit * (1 + ROUNDING):
+        if least.busiest() + costs.profile.step_seconds > limit * (1 + _ROUNDING):
             return Trial(None, work, 0.0, None)
     schedule = costs.schedule
     work += _ORDER * sum(map(len, schedule.orders.values()))
     try:
-        step = _step(costs, schedule, limit)
+        step = _Step(ActivityGraph(costs, schedule), limit)
     except TooSlowError:
         return Trial(None, work, 0.0, None)
     step.keep()
@@ -146,14 +166,269 @@ def tried(costs: CostModel, limit: float = math.inf) -> Trial:
     return Trial(simulation, work + len(step.spans), simulation.latency - step.computed, step)
 
 
-def _step(
-    costs: CostModel,
-    schedule: Schedule | None,
-    limit: float,
-    reduction_order: Sequence[int] | None = None,
-    next_forward: bool = False,
-) -> SimulatedStep:
-    schedule = costs.schedule if schedule is None else schedule
-    carried = () if next_forward else carried_stages(costs, schedule)
-    reductions = Reductions(costs, schedule, reduction_order, carried)
-    return SimulatedStep(costs, schedule, reductions, next_forward, carried, limit)
+class _Step:
+    """The state of a step that is being simulated: its activities, event by event; `run` does it."""
+
+    def __init__(self, graph: ActivityGraph, limit: float = math.inf) -> None:
+        self.graph = graph
+        costs = self.costs = graph.costs
+        self.activities, self.after, self.micro_batch = graph.activities, graph.after, graph.micro_batch
+        self.waiting = graph.waiting.copy()
+        self.arrived: list[int | None] = [None] * len(self.activities)  # the span for which each waited last
+        self.position = dict.fromkeys(graph.queues, 0)
+        self.free = dict.fromkeys(graph.queues, True)
+        self.last: dict[int, int | None] = dict.fromkeys(graph.queues, None)
+        self.updates: dict[int, deque[tuple[int, int | None]]] = {device: deque() for device in graph.queues}
+        self.spans: list[Span] = []
+        self.events: list[tuple[float, int, int, Any, tuple[Any, ...]]] = []
+        self.sequence = itertools.count()
+        self.now = self.computed = 0.0
+        self.port_free = [0.0] * graph.num_ports
+        self.port_last: list[int | None] = [None] * graph.num_ports
+        self.server = [device.server for device in costs.cluster.devices]
+        self.cores = SharedCores(costs.cluster)
+        self.limit = limit * (1 + _ROUNDING) - costs.profile.step_seconds
+        self.rest = self._rest() if limit < math.inf else {}
+        # Tasks that all-reduces or updates hold up may come earlier if backwards are cut: then nothing is certain.
+        self.cuttable = costs.plan.wait_free and not costs.plan.backward_cuts and not graph.carried
+        # Tasks before those that complete gradients: until one begins, nothing depends on reductions.
+        self.watched: frozenset[int] = frozenset()
+        self.saved: _Step | None = None
+
+    def _rest(self) -> dict[int, list[float]]:
+        """Returns the least seconds from each task's start to the end of the step.
+
+        Raises:
+            TooSlowError: the step takes longer than the limit.
+        """
+        graph, orders = self.graph, self.graph.orders
+        backward = any(task.phase is not Phase.FORWARD for tasks in orders.values() for task in tasks)
+        least = LeastTimes(self.costs, graph.schedule.split, carried=graph.carried, forward_only=not backward)
+        rest = {
+            device: least.rest(tasks, [self.activities[number].seconds for number in graph.queues[device]])
+            for device, tasks in orders.items()
+        }
+        for device, tasks in orders.items():
+            if least.before[tasks[0].stage] + rest[device][0] > self.limit:
+                raise TooSlowError
+        return rest
+
+    # ---- events
+
+    def at(self, time: float, action: Any, *data: Any, turn: int = 0) -> None:
+        """Schedules a method; among events at one time, the lowest turn comes first."""
+        heapq.heappush(self.events, (time, turn, next(self.sequence), action, data))
+
+    def run(self) -> Simulation:
+        """Runs all events, in order of time."""
+        for number in self.graph.first:
+            self.begin(number, None)
+        for device in self.graph.queues:
+            self.start(device)
+        return self.go_on()
+
+    def go_on(self) -> Simulation:
+        """Runs all events from the present state on."""
+        events, pop = self.events, heapq.heappop
+        while events:
+            self.now, _, _, action, data = pop(events)
+            action(self, *data)
+        orders = self.graph.orders
+        stuck = [tasks[self.position[d]] for d, tasks in orders.items() if self.position[d] < len(tasks)]
+        if stuck:
+            raise ValueError(f"the schedule deadlocks: {', '.join(map(str, stuck[:4]))} wait for ever")
+        end = max(map(_END, self.spans), default=0.0)
+        return Simulation(end + self.costs.profile.step_seconds, tuple(self.spans), self.costs)
+
+    # ---- the state as data
+
+    def keep(self) -> None:
+        """Lets `run` keep the state before all tasks that complete gradients (`saved`), unless updates are carried."""
+        before = {
+            queue[position - 1] if position else None
+            for queue in self.graph.queues.values()
+            for position, number in enumerate(queue)
+            if number in self.graph.ends
+        }
+        if None not in before and not self.graph.carried:
+            self.watched = frozenset(number for number in before if number is not None)
+
+    def save(self) -> None:
+        """Keeps a copy of the state."""
+        self.saved = self._copied()
+
+    def resumed(self, costs: CostModel) -> _Step:
+        """Returns a copy of a kept state that goes on with costs that differ by ``backward_cuts`` only."""
+        other = self._copied()
+        graph = other.graph = self.graph.with_cuts(costs)
+        other.costs = costs
+        other.activities, other.after, other.micro_batch = graph.activities, graph.after, graph.micro_batch
+        other.waiting[graph.base :] = graph.waiting[graph.base :]
+        other.arrived[graph.base :] = [None] * (len(graph.activities) - graph.base)
+        other.rest = {}
+        return other
+
+    def _copied(self) -> _Step:
+        other = copy.copy(self)
+        for name in ("position", "free", "last", "spans", "port_free", "port_last", "waiting", "arrived", "events"):
+            setattr(other, name, copy.copy(getattr(self, name)))
+        other.updates = {device: deque(waiting) for device, waiting in self.updates.items()}
+        other.cores = self.cores.copied()
+        number = next(self.sequence)
+        self.sequence, other.sequence = itertools.count(number + 1), itertools.count(number + 1)
+        return other
+
+    # ---- activities
+
+    def over(self, number: int, index: int | None) -> None:
+        """Ends an activity for all that wait for it; ``index`` is its span, or the last one before it."""
+        waiting, arrived = self.waiting, self.arrived
+        for step in self.after[number]:
+            other = number + step
+            waiting[other] -= 1
+            arrived[other] = index  # in order of time
+            if not waiting[other]:
+                self.begin(other, index)
+
+    def part_over(self, number: int, index: int) -> None:
+        """Ends a piece of a task for a reduction."""
+        self.waiting[number] -= 1
+        if not self.waiting[number]:
+            self.begin(number, index)
+
+    def begin(self, number: int, index: int | None) -> None:
+        """Begins a ready activity, or puts it in the queue of its device."""
+        kind, stage, replica, device, busy, latency, ports, target, size, leg, reduction = self.activities[number]
+        if kind == JOIN:
+            self.over(number, index)
+        elif ports:
+            start, cause = self.now, index
+            for port in ports:
+                if self.port_free[port] > start:
+                    start, cause = self.port_free[port], self.port_last[port]
+            if kind == SEND and self.rest and self.cuttable and start > self.now and self._reduces(ports):
+                self.rest = {}
+            end, span = start + busy + latency, len(self.spans)
+            micro_batch = self.micro_batch[number]
+            self.spans.append(
+                Span(kind, start, end, device, stage, micro_batch, replica, target, size, cause, reduction, leg)
+            )
+            if busy or kind != SEND:
+                for port in ports:
+                    self.port_free[port] = start + busy
+                    self.port_last[port] = span
+            heapq.heappush(self.events, (end, 0, next(self.sequence), _Step.over, (number, span)))
+        elif device is not None and self.micro_batch[number] is None:
+            self.updates[device].append((number, index))
+            if self.free[device]:
+                self.at(self.now, _Step.update, device, turn=1)
+        elif device is not None:
+            self.start(device)
+
+    def start(self, device: int) -> None:
+        """Starts the device's next task if the device is free and the inputs are there; else a waiting update."""
+        if not self.free[device]:
+            return
+        queue, position = self.graph.queues[device], self.position[device]
+        if position == len(queue) or self.waiting[queue[position]]:
+            if self.updates[device]:
+                # Unless a task becomes ready at this very time.
+                self.at(self.now, _Step.update, device, turn=1)
+            return
+        number, now = queue[position], self.now
+        if self.rest and now + self.rest[device][position] > self.limit:
+            raise TooSlowError
+        self.position[device] = position + 1
+        if number in self.watched:
+            self.watched = frozenset()
+            self.free[device] = False
+            self.at(now, _Step.save, turn=-1)
+        self.compute(device, number, self.arrived[number])
+
+    def compute(self, device: int, number: int, came: int | None) -> None:
+        """Starts a task or an update on its device."""
+        self.free[device] = False
+        activity, now, cause = self.activities[number], self.now, self.last[device]
+        if came is not None and (cause is None or self.spans[came].end > self.spans[cause].end):
+            cause = came
+        seconds, micro_batch = activity.seconds, self.micro_batch[number]
+        end = now + seconds
+        span = Span(activity.kind, now, end, device, activity.stage, micro_batch, activity.replica, None, 0.0, cause)
+        early = self.graph.early.get(number, ())
+        if self.cores.shared[self.server[device]]:
+            self.begin_shared(span, number, early)
+            return
+        index = len(self.spans)
+        self.spans.append(span)
+        # Before its last bucket: messages go first.
+        heapq.heappush(self.events, (end, 0, next(self.sequence), _Step.finished, (device, number, index)))
+        for unit, part in early:
+            self.at(now + part * seconds, _Step.part_over, unit, index)
+
+    def finished(self, device: int, number: int, index: int) -> None:
+        """Ends a task or an update: what waits for it can go on, and so can its device."""
+        self.last[device] = index
+        self.free[device] = True
+        if self.micro_batch[number] is not None:
+            self.computed = self.now
+        else:
+            queue, position = self.graph.queues[device], self.position[device]
+            if self.rest and self.cuttable and position < len(queue) and not self.waiting[queue[position]]:
+                self.rest = {}
+        self.over(number, index)
+        self.start(device)
+
+    def update(self, device: int) -> None:
+        """Runs the longest-waiting update if the device is still idle."""
+        queue, position = self.graph.queues[device], self.position[device]
+        if not self.free[device] or not self.updates[device]:
+            return
+        if position < len(queue) and not self.waiting[queue[position]]:
+            return
+        number, cause = self.updates[device].popleft()
+        self.compute(device, number, cause)
+
+    def _reduces(self, ports: Collection[int]) -> bool:
+        """Returns whether ports are reserved for an all-reduce."""
+        users = (self.port_last[port] for port in ports if self.port_free[port] > self.now)
+        return any(user is not None and self.spans[user].kind == ALL_REDUCE for user in users)
+
+    # ---- shared cores
+
+    def begin_shared(self, span: Span, number: int, early: Sequence[tuple[int, float]]) -> None:
+        """Starts work that would take the span's time undisturbed."""
+        assert span.device is not None
+        server, seconds = self.server[span.device], span.end - span.start
+        marks = deque(
+            ((1 - part) * seconds, unit) for unit, part in sorted(early, key=lambda entry: (entry[1], entry[0]))
+        )
+        index = None
+        if marks:
+            index = len(self.spans)
+            self.spans.append(span)
+        self.cores.begin(server, Running(span, number, seconds, marks, index), self.now)
+        self.next_of(server)
+
+    def next_of(self, server: int) -> None:
+        """Schedules the next end of a piece of a server's work, if nothing else starts or ends before."""
+        following = self.cores.next(server, self.now)
+        if following is not None:
+            time, version = following
+            self.at(time, _Step.shared_event, server, version)
+
+    def shared_event(self, server: int, version: int) -> None:
+        """Ends the predicted tasks or pieces, unless the prediction is outdated."""
+        ended = [*self.cores.over(server, version, self.now)]
+        for item, unit in ended:
+            if unit is not None:
+                self.at(self.now, _Step.part_over, unit, item.index)
+                continue
+            index, span = item.index, item.span._replace(end=self.now)
+            if index is None:
+                index = len(self.spans)
+                self.spans.append(span)
+            else:
+                self.spans[index] = span
+            self.at(self.now, _Step.finished, item.span.device, item.number, index)
+        if ended:
+            self.next_of(server)

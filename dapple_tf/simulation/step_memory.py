@@ -12,14 +12,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from dapple_tf.simulation.simulated_reductions import carried_stages
+from dapple_tf.simulation.activities import carried_stages
 from dapple_tf.view.timeline import LINK_KINDS
 from graph_passes.ir.tasks import Phase
 
 if TYPE_CHECKING:
     from dapple_tf.describe.profile import Tensor
     from dapple_tf.simulation.simulation import Simulation
-    from dapple_tf.simulation.stage_buffers import StageBuffers
+    from dapple_tf.simulation.stage_cost import StageBuffers
     from dapple_tf.view.timeline import Span
 
 
@@ -420,7 +420,7 @@ class _Crossing:
         return self.memory.arrival(part.sender, device, part.leg, self.there[part.sender])
 
     def _used(self, own: _Slice) -> float:
-        """Returns until when a slice is needed: by its own stage, and by those that it is sent to."""
+        """Returns until when a slice is needed, by its own stage and its receivers."""
         ends = [self.memory.last_use(self.tensor, own.stage, self.times[own])]
         ends += [self._used(part.receiver) if part.inside else self._arrival(part) for part in self.parts[own]]
         return max(ends)

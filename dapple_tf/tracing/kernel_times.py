@@ -1,4 +1,4 @@
-"""Kernels of GPUs in TensorFlow's step stats: when those of a node ran, as opposed to when it launched them.
+"""Run times of GPU kernels in TensorFlow's step stats, by the node that launched them.
 
 Beside the lists of nodes that executors ran, there are lists of what each GPU ran, with the time of each launch. They
 name a GPU by its number in its process, and a kernel by an operator inside a function: neither by worker nor by call.

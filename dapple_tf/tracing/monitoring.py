@@ -105,7 +105,7 @@ class PipelineMonitor(keras.callbacks.Callback):
         budget: float = 0.01,
         tokens_per_sample: float | None = None,
     ) -> None:
-        """Sets what is measured and written.
+        """Sets the metrics and their folder.
 
         Args:
             log_dir: folder of event files for TensorBoard; None writes none.

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
 import statistics
 from collections.abc import Mapping
 
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.planning.plan_reasons import shape
 from dapple_tf.planning.plan_request import LEAST_GAIN
+from dapple_tf.planning.planner import plan_anew
+from dapple_tf.planning.shares import with_shares
+from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulation import Simulation
-from dapple_tf.tracing.new_plan import plan_for_speeds
+from dapple_tf.simulation.simulator import run
 from dapple_tf.tracing.step_profile import grouped, simulated_tasks
 from graph_passes.ir.tasks import Task
 
@@ -20,6 +27,8 @@ TOLERANCE = 0.2
 _SMALLEST = 0.5e-3
 """Seconds of a stage per micro-batch below which there is no warning: starting tasks is a good part of these, and
 varies with the load of the machine."""
+_MOST_DEVICES = 16
+"""The most devices for which the planner searches while a model trains: one to four seconds."""
 
 
 class StageDrift:
@@ -146,14 +155,14 @@ class StageDrift:
 
     def _advice(self, speeds: Mapping[int, float]) -> str:
         """Says what a new plan would gain at these speeds, multiples of the expected ones."""
-        new = plan_for_speeds(self._simulation, speeds)
-        gain = 1 - new.latency / new.present
-        told = f"at the speeds that were seen, this plan takes {new.present * 1e3:.3g} ms"
+        plan, latency, present = _fastest_plan(self._simulation, speeds)
+        gain = 1 - latency / present
+        told = f"at the speeds that were seen, this plan takes {present * 1e3:.3g} ms"
         if gain < LEAST_GAIN:
             return f"{told}, and no new plan is at least {LEAST_GAIN:.0%} faster"
         return (
-            f"{told}; a new plan takes {new.latency * 1e3:.3g} ms, {gain:.0%} less ({shape(new.plan)}, "
-            f"{'unequal' if any(stage.shares for stage in new.plan.stages) else 'equal'} shares): measure speeds again "
+            f"{told}; a new plan takes {latency * 1e3:.3g} ms, {gain:.0%} less ({shape(plan)}, "
+            f"{'unequal' if any(stage.shares for stage in plan.stages) else 'equal'} shares): measure speeds again "
             f"(dapple.measure_speeds(cluster, model, each_server=True)) and plan for them"
         )
 
@@ -177,3 +186,36 @@ def _task_ratios(measured: Mapping[Task, float], predicted: Mapping[Task, float]
         if predicted.get(task, 0.0) > 0:
             ratios.setdefault((task.stage, task.replica), []).append(seconds / predicted[task])
     return ratios
+
+
+def _fastest_plan(simulation: Simulation, factors: Mapping[int, float]) -> tuple[Plan, float, float]:
+    """Returns the fastest plan at other speeds, its latency, and the present plan's.
+
+    Candidates are the present plan, the same with other shares, and the result of DAPPLE's planner.
+
+    Args:
+        simulation: the present plan's step at the expected speeds.
+        factors: device -> its speed as a multiple of the expected one; 1 for others.
+    """
+    costs = simulation.costs
+    cluster = _at_speeds(costs.cluster, factors)
+    plan = dataclasses.replace(costs.plan, report=None)
+    plans = [with_shares(dataclasses.replace(plan, backward_cuts=()), costs.profile, cluster)]
+    if plan.backward_cuts:
+        plans.append(with_shares(plan, costs.profile, cluster))
+    if cluster.num_devices <= _MOST_DEVICES and not plan.places_operators:
+        plans.append(plan_anew(plan, costs.profile, cluster))
+    present = run(CostModel(plan, costs.profile, cluster)).latency
+    timed = [(plan, present)]
+    for other in plans:
+        with contextlib.suppress(PlanError):  # It doesn't fit in memory.
+            timed.append((other, run(CostModel(other, costs.profile, cluster)).latency))
+    return *min(timed, key=lambda timing: timing[1]), present
+
+
+def _at_speeds(cluster: Cluster, factors: Mapping[int, float]) -> Cluster:
+    devices = tuple(
+        dataclasses.replace(device, speed=device.speed * factors.get(index, 1.0))
+        for index, device in enumerate(cluster.devices)
+    )
+    return dataclasses.replace(cluster, devices=devices)

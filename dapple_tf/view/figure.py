@@ -203,7 +203,7 @@ class _Layout:
         return 2 * _PADDING + self.headroom[device] + _ROW + self.small_rows[device] * _SMALL_ROW
 
     def _rows(self) -> list[int]:
-        """Returns each node's row in its lane: 0 for what its device computes, others below; none hides another."""
+        """Returns each node's row in its lane: 0 for computation, others below, without overlap."""
         order = {kind: place for place, kind in enumerate((*TASKS, "accumulate", "apply", "all_reduce"))}
         rows = [0] * len(self.graph.nodes)
         for index in sorted(range(len(rows)), key=lambda index: order.get(self.graph.nodes[index].kind, len(order))):

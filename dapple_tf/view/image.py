@@ -226,7 +226,7 @@ class _Panel:
                 axes.text(1.006, place, head, size=_SMALL - 0.5, ha="left", **ends)
 
     def spans(self, axes: Axes, points: float) -> None:
-        """Draws all boxes, and the numbers of those that are wide enough."""
+        """Draws all boxes, with numbers in wide ones."""
         timeline = self.timeline
         scale = points / self.end
         boxes: dict[str, list[tuple[float, float, _Row]]] = {}

@@ -187,7 +187,7 @@ _NODE_COLUMNS = tuple((i, name) for i, name in enumerate(TaskNode._fields) if na
 
 
 class _Table:
-    """Lists shared by many nodes or edges, stored once: those of a stage's tasks differ by little else than numbers."""
+    """Lists shared by many nodes or edges, stored once."""
 
     def __init__(self) -> None:
         self.rows: list[Sequence[Any]] = []

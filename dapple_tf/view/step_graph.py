@@ -66,7 +66,7 @@ def task_graph(program: Program, device_names: Sequence[str]) -> TaskGraph:
 
 
 def _belongs_to_input(node: NodeDef) -> bool:
-    """Whether a node of an all-reduce is shown as one with what it reads: packed gradients, or a sum of parts."""
+    """Whether a node of an all-reduce is drawn as one with its inputs."""
     kind = NodeKind.of(node)
     return kind is NodeKind.ALL_REDUCE or (kind is NodeKind.REDUCE_SCATTER and node.op == "SplitV")
 

@@ -36,7 +36,7 @@ def time_text(value: float, unit: str) -> str:
 
 
 def step_text(timeline: Timeline) -> str:
-    """Returns a step in a line: ``945.5 ms, 16.92 samples/s, bubbles 27.3%``, the bubbles being those of all devices.
+    """Returns a step in a line: ``945.5 ms, 16.92 samples/s, bubbles 27.3%``: mean bubbles of all devices.
 
     For a traced step: ``276 ms traced, 3.07x the 90 ms without tracing, after 12 ms of waiting for its batch, ...``.
     """

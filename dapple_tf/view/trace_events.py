@@ -66,7 +66,7 @@ class _Process:
         self.thread_of: dict[tuple[Lane, Span], int] = {}
 
     def events(self) -> Iterator[Event]:
-        """Yields all events, those that name threads first."""
+        """Yields all events, names of threads first."""
         timeline = self.timeline
         name = timeline.name
         if timeline.unit != "s":

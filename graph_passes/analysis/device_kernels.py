@@ -1,4 +1,4 @@
-"""A step on GPUs, told without one: what TensorFlow has no kernel for, and what it copies between memories.
+"""Operators of a step without kernels on GPUs, and copies between memories.
 
 A node of the top level runs on the device that it names, or the session refuses the whole graph. A node of a function
 runs on the device of the call; without a kernel there TensorFlow puts it on its process's first CPU, and copies what it
@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from tensorflow.core.framework import types_pb2
 
@@ -110,26 +110,25 @@ def on_gpu(device: str) -> bool:
     return "device:GPU:" in device
 
 
-def gpu_report(graph: GraphDef, gpus: Callable[[str], bool] = on_gpu) -> GpuReport:
+def gpu_report(graph: GraphDef) -> GpuReport:
     """Returns what a step's graph does on GPUs.
 
     Args:
         graph: its top level, with all functions.
-        gpus: whether a device of this name is a GPU: another one may stand for it.
     """
-    return _Walk(graph, gpus).report
+    return _Walk(graph).report
 
 
 class _Walk:
-    def __init__(self, graph: GraphDef, gpus: Callable[[str], bool]) -> None:
-        self.report, self._gpus = GpuReport(), gpus
+    def __init__(self, graph: GraphDef) -> None:
+        self.report = GpuReport()
         self._functions = {function.signature.name: function for function in graph.library.function}
         self._visited: set[tuple[str, str]] = set()
         self._handles: dict[str, list[NodeDef]] = {}
         self._visit(graph, None, _REST)
         for part, handle in self._shared(graph):
             self.report.add(SHARED, part, label(handle), handle)
-        for device, before, after in _unordered(graph, gpus):
+        for device, before, after in _unordered(graph):
             self.report.add(UNORDERED, device, " | ".join(sorted((before.name, after.name))), after)
 
     def _visit(self, graph: GraphDef, caller: str | None, part: str) -> None:
@@ -141,7 +140,7 @@ class _Walk:
             own = parts[node.name] = _part(node, part)
             kind = caller or GPU
             if devices[node.name]:
-                kind = GPU if self._gpus(devices[node.name]) else CPU
+                kind = GPU if on_gpu(devices[node.name]) else CPU
             elif caller is None and node.op != "NoOp" and (node.input or view.consumers(node.name)):
                 self.report.add(UNPLACED, own, label(node), node)
             if kind == GPU and node.op not in PASSED and kernel_of(node, GPU) is None:
@@ -173,14 +172,14 @@ class _Walk:
         """Returns the variables without a kernel that functions on several GPUs of a process make, with their parts."""
         users: dict[tuple[str, str], dict[str, tuple[str, NodeDef]]] = collections.defaultdict(dict)
         for node in graph.node:
-            for name in function_names(node) if self._gpus(node.device) else ():
+            for name in function_names(node) if on_gpu(node.device) else ():
                 for handle in self._on_cpu(name):
                     key = node.device.rpartition("/")[0], handle.attr["shared_name"].s.decode()
                     users[key][node.device] = (_part(node), handle)
         return (next(iter(devices.values())) for devices in users.values() if len(devices) > 1)
 
     def _on_cpu(self, name: str) -> list[NodeDef]:
-        """Returns the handles of variables without a kernel that a function makes, and those that it calls."""
+        """Returns handles of variables without a kernel made by a function or its callees."""
         if name not in self._handles:
             self._handles[name] = handles = []
             for node in self._functions[name].node_def if name in self._functions else ():
@@ -218,7 +217,7 @@ def _by_nccl(node: NodeDef) -> bool:
     return node.op == SUM_OP and HINT_ATTR in node.attr and node.attr[HINT_ATTR].s.decode() == NCCL
 
 
-def _unordered(graph: GraphDef, gpus: Callable[[str], bool]) -> Iterator[tuple[str, NodeDef, NodeDef]]:
+def _unordered(graph: GraphDef) -> Iterator[tuple[str, NodeDef, NodeDef]]:
     """Returns neighbours among the collective operations by NCCL of each GPU, and calls with some, without an order."""
     view = Graph(graph)
     summing = {f.signature.name for f in graph.library.function if any(map(_by_nccl, f.node_def))}
@@ -230,7 +229,7 @@ def _unordered(graph: GraphDef, gpus: Callable[[str], bool]) -> Iterator[tuple[s
         before[name] = 0
         for producer in itertools.chain((ref.node for ref in view.inputs(name)), control_inputs(node)):
             before[name] |= before[producer] | bits.get(producer, 0)
-        if gpus(node.device) and (_by_nccl(node) or not summing.isdisjoint(function_names(node))):
+        if on_gpu(node.device) and (_by_nccl(node) or not summing.isdisjoint(function_names(node))):
             bits[name] = 1 << len(bits)
             queues[node.device].append(name)
     for device, queue in queues.items():

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.analysis.inline_calls import inline_calls
 from graph_passes.analysis.operator_traits import (
     ACCUMULATING,
     ELEMENTWISE,
@@ -34,11 +33,13 @@ from graph_passes.analysis.operator_traits import (
     draws,
 )
 from graph_passes.analysis.several_slices import Grows, SeveralSlices
+from graph_passes.ir.call_order import CALLS
 from graph_passes.ir.graph import Graph, GraphDef, NodeDef, Ref, data_inputs
 from graph_passes.ir.program import Boundary, Program, Stage, Value, ValueKind
 from graph_passes.ir.tensorflow_bridge import (
     Shape,
     evaluate,
+    function_graph,
     is_stateful,
     make_constant,
     numpy_dtype,
@@ -371,7 +372,7 @@ class ElementOrigins:
         return (Part(Origin.SAMPLES if own else Origin.PLACES, ref),)
 
     def _columns(self, node: NodeDef, ref: Ref, given: list[Parts]) -> Parts | None:
-        """Handles columns of a list of places: those of other axes than the batch's are places within a sample."""
+        """Handles columns of a list of places; axes after the batch's are within a sample."""
         source = data_inputs(node)[0]
         while self._view.nodes[source.node].op in ("Identity", "Cast"):
             source = data_inputs(self._view.nodes[source.node])[0]
@@ -399,3 +400,57 @@ class ElementOrigins:
 def _sizes(shapes: Sequence[Shape | None]) -> tuple[int | None, ...]:
     """Returns the numbers of elements; None for unknown ones."""
     return tuple(None if shape is None or None in shape else math.prod(size or 0 for size in shape) for shape in shapes)
+
+
+def inline_calls(graph: GraphDef) -> tuple[GraphDef, Mapping[Ref, Ref]]:
+    """Returns a graph without calls, also within the functions that they call; loops and branches stay.
+
+        y = f(x), f(a) = { b, c }   becomes   y/b(x) -> y/c
+
+    Args:
+        graph: a flat graph, producers first; it isn't changed.
+
+    Returns:
+        The graph, and the tensors that replace calls' results.
+    """
+    if not any(node.op in CALLS for node in graph.node):
+        return graph, {}
+    inlining = _Inlining(graph)
+    view = Graph(graph)
+    for node in graph.node:
+        inlining.place(node, node.name, [inlining.now(ref) for ref in view.inputs(node.name)])
+    return inlining.graph, inlining.moved
+
+
+class _Inlining:
+    """A graph while calls are being inlined."""
+
+    def __init__(self, graph: GraphDef) -> None:
+        self._library = graph.library
+        self.graph = GraphDef(versions=graph.versions, library=graph.library)
+        self.moved: dict[Ref, Ref] = {}
+
+    def now(self, ref: Ref) -> Ref:
+        """Returns the tensor that replaces a tensor."""
+        return self.moved.get(ref, ref)
+
+    def place(self, node: NodeDef, name: str, inputs: Sequence[Ref]) -> None:
+        """Adds a node under a name, or the body that it calls."""
+        if node.op not in CALLS:
+            own = self.graph.node.add()
+            own.CopyFrom(node)
+            own.name = name
+            del own.input[:]
+            own.input.extend(str(ref) for ref in inputs)
+            return
+        body, results = function_graph(self._library, node.attr["f"].func.name)
+        view = Graph(body)
+        arguments = list(view.nodes)[: len(inputs)]
+        for argument, given in zip(arguments, inputs, strict=True):
+            self.moved[Ref(f"{name}/{argument}")] = given
+        for inner in view.topological():
+            if inner not in arguments:
+                read = [self.now(Ref(f"{name}/{ref.node}", ref.output)) for ref in view.inputs(inner)]
+                self.place(view.nodes[inner], f"{name}/{inner}", read)
+        for output, ref in enumerate(results):
+            self.moved[Ref(name, output)] = self.now(Ref(f"{name}/{ref.node}", ref.output))

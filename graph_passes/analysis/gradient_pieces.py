@@ -1,4 +1,4 @@
-"""Gradients of a graph piece by piece: equal pieces, those of equal layers say, are differentiated once.
+"""Gradients of a graph piece by piece: equal pieces are differentiated once.
 
     x -> layer a -> y -> layer b -> z,  dz   becomes   b' : y, dz -> dy,   a' : x, dy -> dx
 
@@ -244,7 +244,7 @@ def _piece(
 def _joined(
     view: Graph, shapes: _Shapes, outputs: _Outputs, sources: Sequence[Ref], cuts: Sequence[_Cut]
 ) -> tuple[GraphDef, tuple[Gradient | None, ...]] | None:
-    """Returns what `gradients_by_pieces` does; None if a piece has to know what is outside of it."""
+    """Returns the result of `gradients_by_pieces`; None if a piece depends on its surroundings."""
     extended, names = copied(view.graph), Names(view.nodes)
     gradients: dict[Ref, Gradient] = {}
     inferred: dict[object, list[Shape | None]] = {}

@@ -65,7 +65,7 @@ class _KnownShape:
         self.graph, self.names, self.node, self.samples, self.position = graph, names, node, samples, position
 
     def write(self, axes: Sequence[Axis]) -> set[str]:
-        """Adds the nodes; returns the names of those that are the same in all slices."""
+        """Adds the nodes; returns the names of nodes that are equal in all slices."""
 
         def sizes(dependence: Dependence) -> list[int]:
             return [axis.size or 0 if axis.dependence is dependence else 0 for axis in axes]

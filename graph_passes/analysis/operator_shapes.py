@@ -58,13 +58,13 @@ _Given: TypeAlias = tuple[Shape | None, ...]
 
 
 class CallShapes(NamedTuple):
-    """Shapes of a function's arguments or results, and of what is behind those that are handles; None is unknown."""
+    """Shapes of a function's arguments or results, and of handles' variables; None is unknown."""
 
     shapes: _Given
     elements: _Given
 
     def arguments(self, node: NodeDef) -> CallShapes:
-        """Returns the shapes of the arguments of a node's functions, if these are those of its inputs."""
+        """Returns the shapes of a node's function arguments, if they are its inputs."""
         return CallShapes(self.shapes[1:], self.elements[1:]) if node.op in BRANCHES else self
 
 
@@ -203,7 +203,7 @@ class ShapeInference:
     def stable(
         self, body: GraphDef, results: Sequence[Ref], given: CallShapes, lengths: Mapping[str, int]
     ) -> tuple[CallShapes, KnownShapes] | None:
-        """Returns the shapes of a loop's variables that stay the same from round to round, and those of the body.
+        """Returns the shapes of a loop's variables that all rounds share, and the body's.
 
         Args:
             body: the `function_graph` of its body.

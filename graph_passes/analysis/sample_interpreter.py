@@ -196,7 +196,7 @@ class Interpreter:
         return Body(_sorted(graph), arguments, results, known)
 
     def scalars_of(self, body: Body, refs: Sequence[Ref], same: Sequence[bool] = ()) -> list[dict[Ref, float]]:
-        """Returns a function's arguments that follow from shapes; ``same`` marks those that are equal in all rounds."""
+        """Returns a function's arguments that follow from shapes; ``same`` marks rounds' equal ones."""
         kept = same or [True] * len(refs)
         return [
             {

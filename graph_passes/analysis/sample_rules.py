@@ -1,4 +1,4 @@
-"""Rules for single operations on a slice's samples: linear ones, and those that mix samples.
+"""Rules for single operations on a slice's samples: linear and mixing ones.
 
 All others treat each sample by itself (`Interpreter.generic`).
 """
@@ -284,7 +284,7 @@ def _batch_norm(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread] | N
 
 
 def _between_axes(interpreter: Interpreter, node: NodeDef) -> Spread | None:
-    """Handles blocks of an image that become parts of the batch axis, before those that it has, or are joined again."""
+    """Handles blocks of an image that move to or from the batch axis."""
     refs = interpreter.graph.inputs(node.name)
     spread = interpreter.of(refs[0])
     block = interpreter.integers(refs[1]) if node.op.endswith("ND") else [node.attr["block_size"].i] * 2

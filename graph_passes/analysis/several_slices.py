@@ -37,7 +37,7 @@ class Grows(enum.Enum):
 
 
 class _Known(NamedTuple):
-    """What is known of a stage's tensors for slices of one size."""
+    """Known facts of a stage's tensors for slices of one size."""
 
     shapes: Mapping[Ref, Shape | None]
     values: Mapping[Ref, np.ndarray]

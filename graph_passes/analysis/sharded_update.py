@@ -123,7 +123,7 @@ def _node(graph: GraphDef, function: str, name: str) -> NodeDef:
 
 
 class _Place(NamedTuple):
-    """What is known of a graph's or a function's tensors.
+    """Known facts of a graph's or a function's tensors.
 
     Attributes:
         elements: tensor -> a variable whose elements it has one for each of.
@@ -186,7 +186,7 @@ class _Walk:
         return variable.name in self._sharded
 
     def _walk(self, function: str, graph: GraphDef, place: _Place) -> _Scope:
-        """Follows the nodes of a graph, producers first; returns what is known of its tensors."""
+        """Follows the nodes of a graph, producers first; returns facts of its tensors."""
         view = Graph(graph)
         handles = dict(place.handles)
         order = view.topological()
@@ -204,7 +204,7 @@ class _Walk:
         return scope
 
     def _node(self, scope: _Scope, node: NodeDef) -> list[str]:
-        """Checks a node; returns what its results have elements of."""
+        """Checks a node; returns the variables whose elements its results have."""
         inputs = scope.view.inputs(node.name)
         used = [scope.handles[ref] for ref in inputs if ref in scope.handles]
         if node.op in CALLS or node.op in BRANCHES:
@@ -218,7 +218,7 @@ class _Walk:
         return self._computed(scope, node)
 
     def _check_readers(self, scope: _Scope, name: str) -> None:
-        """Refuses computations, besides those of elements, with a number that is to have a shard's shape."""
+        """Refuses computations, except elementwise ones, with numbers of a shard's shape."""
         for reader in scope.view.consumers(name):
             node, inputs = scope.view.nodes[reader], scope.view.inputs(reader)
             if node.op in PASS_ON or node.op == "Fill":
@@ -229,7 +229,7 @@ class _Walk:
                 raise CoupledElementsError(f"{node.op} of a number in the shape of elements")
 
     def _used(self, scope: _Scope, node: NodeDef, variable: Variable) -> list[str]:
-        """Checks a read or an assignment of a variable; returns what its results have elements of."""
+        """Checks a variable's read or assignment; returns the origins of its results' elements."""
         is_sharded = self._is_sharded(variable)
         if node.op in READS:
             if is_sharded and node.op != "ReadVariableOp":
@@ -245,7 +245,7 @@ class _Walk:
         return []
 
     def _computed(self, scope: _Scope, node: NodeDef) -> list[str]:
-        """Checks an operation; returns what its results have elements of."""
+        """Checks an operation; returns the origins of its results' elements."""
         elements, inputs = scope.elements, scope.view.inputs(node.name)
         mine = [ref for ref in inputs if ref in elements]
         outputs = len(output_dtypes(node))
@@ -333,7 +333,7 @@ class _Walk:
 def _shapes(
     graph: GraphDef, handles: Mapping[Ref, Variable], placeholders: Mapping[str, Shape]
 ) -> dict[Ref, Shape | None]:
-    """Returns the static shapes of a graph's tensors, with those of the variables that it reads."""
+    """Returns the static shapes of a graph's tensors and read variables."""
     known = dict(placeholders)
     plain = GraphDef(versions=graph.versions, library=graph.library)
     for node in graph.node:

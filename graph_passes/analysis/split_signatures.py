@@ -383,7 +383,7 @@ def _embedding(source: Known, output: Known) -> list[int] | None:
 
 
 def reduction_signatures(operator: Operator) -> tuple[Signature, ...]:
-    """Splits along axes that stay; a sum also along those that it is taken over, and a mean as such a sum."""
+    """Splits along kept axes; sums and means also along reduced ones."""
     terms = _kept_axes(operator)
     if terms is None:
         return ()

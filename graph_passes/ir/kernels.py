@@ -54,7 +54,7 @@ def kernel_dtypes(op: str, kind: str, name: str) -> list[int]:
 
 @functools.cache
 def _registered(op: str, kind: str) -> tuple[KernelDef, ...]:
-    """Returns an operator's kernels for a kind of device, its own before those of any kind."""
+    """Returns an operator's kernels for a kind of device, specific ones first."""
     kernels = [kernel for kernel in registered_kernels(op).kernel if not kernel.label]
     return tuple(kernel for wanted in (kind, _ANY_KIND) for kernel in kernels if kernel.device_type == wanted)
 

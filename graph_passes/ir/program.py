@@ -305,7 +305,7 @@ class Value(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StageFunction:
-    """A library function and what its arguments and results mean.
+    """A library function and the meaning of its arguments and results.
 
     Attributes:
         function: the function.
@@ -478,7 +478,7 @@ class Stage:
 
     @property
     def gives_gradients(self) -> Phase:
-        """The phase that takes the gradients of what the stage sends, and gives those of what it receives."""
+        """The phase that takes gradients of sent tensors, and gives gradients of received ones."""
         return Phase.INPUT_GRAD if self.split else Phase.BACKWARD
 
     @property
@@ -564,13 +564,14 @@ class Step:
         exit: the last nodes of each task: those that the next task of the device waits for.
         values: (task, value) -> the tensor of a task's result.
         pieces: for a task that was cut into pieces, the nodes of each in order: its call, and what adds up its results.
+        accumulated: whether gradients are in accumulators; if not, each replica has made them in one task, from which
+            they are taken.
         pending: (task, value) -> the placeholder that stands for an argument until a later pass connects it.
         schedule: the order of tasks on each device, once it is fixed.
         reads: (stage, replica) -> the nodes that read its variables, but for those in shards.
         shard_reads: (stages of a parameter group, device) -> the nodes that read the group's shards on the device.
-        lookups: forward task -> the node that computes which rows of parameters it needs, and waits for its turn.
-        gathers: (stage, replica) -> those of these nodes that wait until the replica's device is to gather its
-            parameters; none where it does so as the step begins.
+        ahead: task -> the nodes that begin a task ahead of it: reads of parameters that are gathered for it, indices of
+            the rows that it needs.
         feeds: flat batch input -> placeholder of the whole batch; empty if workers read it themselves.
         taken: the batch that workers have read themselves; None if it is fed.
         metric_feeds: metric variable -> placeholders of its value before the step and of its value after a reset.
@@ -590,12 +591,12 @@ class Step:
     exit: Mapping[Task, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     values: Mapping[tuple[Task, Value], Ref] = dataclasses.field(default_factory=dict)
     pieces: Mapping[Task, tuple[tuple[str, ...], ...]] = dataclasses.field(default_factory=dict)
+    accumulated: bool = False
     pending: Mapping[tuple[Task, Value], str] = dataclasses.field(default_factory=dict)
     schedule: Schedule | None = None
     reads: Mapping[tuple[int, int], tuple[str, ...]] = dataclasses.field(default_factory=dict)
     shard_reads: Mapping[tuple[tuple[int, ...], str], tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    gathers: Mapping[tuple[int, int], tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    lookups: Mapping[Task, str] = dataclasses.field(default_factory=dict)
+    ahead: Mapping[Task, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     feeds: Mapping[Ref, Ref] = dataclasses.field(default_factory=dict)
     taken: TakenBatch | None = None
     metric_feeds: Mapping[str, tuple[Ref, Ref]] = dataclasses.field(default_factory=dict)
@@ -644,7 +645,7 @@ class Fact(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A GraphDef and what its tensors mean.
+    """A GraphDef and the meaning of its tensors.
 
     Attributes:
         graph: the flat graph until ``replicate``; then the step's top level. Its library holds all functions so far.
@@ -699,7 +700,7 @@ class Program:
 
     @property
     def facts(self) -> frozenset[Fact]:
-        """What it has; see :class:`Fact`."""
+        """Its facts; see :class:`Fact`."""
         step, stages = self.step, self.stages
         loss = None if self.roles.loss is None else Value(self.roles.loss, ValueKind.GRADIENT)
         has = {

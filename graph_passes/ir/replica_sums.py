@@ -21,7 +21,7 @@ def sums_of(nodes: Iterable[NodeDef]) -> list[NodeDef]:
 
 
 def without_sums(graph: GraphDef) -> GraphDef:
-    """Returns the graph of a replica that works alone: it adds nothing to what it has.
+    """Returns the graph of a replica alone, whose sums are its own values.
 
     x -> CollectiveReduceV2 -> y   becomes   x -> Identity -> y
     """

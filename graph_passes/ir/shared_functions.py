@@ -1,4 +1,4 @@
-"""Functions that differ in names only, as those of stages of equal layers do."""
+"""Functions that differ in names only, such as stages of equal layers have."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class SharedFunctions:
 
 
 def _called(node: NodeDef) -> Iterator[attr_value_pb2.NameAttrList]:
-    """Yields the functions that a node's attributes name, and those that these are given."""
+    """Yields the functions that a node's attributes name, nested ones included."""
     pending = list(node.attr.values()) if not _is_primitive(node.op) or takes_functions(node.op) else []
     while pending:
         value = pending.pop()
@@ -84,7 +84,7 @@ def _is_primitive(op: str) -> bool:
 
 
 def _callees_first(functions: dict[str, FunctionDef]) -> list[str]:
-    """Returns the names of functions, each after those that it calls, unless these call it."""
+    """Returns the names of functions, callees first, except in recursion."""
     order: dict[str, None] = {}
     entered: set[str] = set()
 
@@ -102,7 +102,7 @@ def _callees_first(functions: dict[str, FunctionDef]) -> list[str]:
 
 
 def _digest(function: FunctionDef) -> bytes:
-    """Returns a digest that equal functions have in common: of all but their names and those of their nodes."""
+    """Returns a digest of a function without its name and its nodes' names."""
     twin = FunctionDef()
     twin.CopyFrom(function)
     twin.signature.name = ""

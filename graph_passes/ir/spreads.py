@@ -94,7 +94,7 @@ class Spread(NamedTuple):
 
     @property
     def decides(self) -> bool:
-        """Whether it has no samples itself, but depends on those of the slice."""
+        """Whether it has no samples itself, but depends on the slice's."""
         return self.axis is None and self.varies
 
     @property

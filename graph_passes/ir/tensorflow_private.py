@@ -237,7 +237,7 @@ def watches_variables(tape: tf.GradientTape) -> bool:
 
 
 def prepared_run(session: tf.compat.v1.Session, options: Any) -> Callable[..., Any]:
-    """Returns a function that runs a ``CallableOptions``: values of its feeds -> those of its fetches."""
+    """Returns a function that runs a ``CallableOptions``: feeds' values -> fetches' values."""
     run: Callable[..., Any] = session._make_callable_from_options(options)
     return run
 

@@ -59,7 +59,7 @@ def functions_text(program: Program) -> str:
 
 
 def library_text(program: Program, *skipped: str) -> str:
-    """Prints the functions of the library, except those of stages and those in ``skipped``."""
+    """Prints the functions of the library, except stages' and ``skipped`` ones."""
     stages = {function.name for stage in program.stages for function in stage.functions}
     shown = [f for f in program.graph.library.function if f.signature.name not in {*skipped, *stages}]
     return "\n".join(function_text(function) for function in shown)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from graph_passes.ir.graph import COLOCATION, OWN_ATTRS, GraphDef, Names, NodeDef, Ref, copied, renamed_input
 
 KINDS_OF_STAGES = 8
-"""Kinds of stages that are remembered while a pass goes through all: those of equal layers have few."""
+"""Number of kinds of stages that a pass remembers; equal layers have few."""
 _DERIVED = re.compile(r"(?<![^/])n(\d+)(?=_|/|$)")
 """Names of new nodes begin with that of an old one: n3_grad is TensorFlow's for the gradient of node n3."""
 
@@ -80,7 +80,7 @@ class Twin:
 
 
 def _noted(node: NodeDef) -> list[str]:
-    """Returns the attributes of a node that don't change what it computes."""
+    """Returns the attributes of a node that don't change its results."""
     return [attr for attr in node.attr if attr.startswith(OWN_ATTRS) or attr == COLOCATION]
 
 

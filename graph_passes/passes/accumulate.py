@@ -85,7 +85,7 @@ class Accumulate:
         for parts_of_task in pieces.values():
             for before, after_it in itertools.pairwise(parts_of_task):
                 nodes[after_it[0]].input.extend(f"^{name}" for name in before[1:])  # and finds its memory free
-        return program.replace(graph=graph, step=dataclasses.replace(step, exit=exits, pieces=pieces))
+        return program.replace(graph=graph, step=dataclasses.replace(step, exit=exits, pieces=pieces, accumulated=True))
 
     def _tasks(self, program: Program, stage: int, phase: Phase, replica: int) -> Sequence[Task]:
         return sorted(
@@ -100,7 +100,7 @@ def _function(name: str, sources: Sequence[Contribution], mode: str) -> Function
 
 
 def _parts(step: Step, task: Task, sources: Sequence[Contribution]) -> list[tuple[int | None, Sequence[Contribution]]]:
-    """Returns what is added up at once: all of a task's contributions, or (number of a piece, its contributions)."""
+    """Returns contributions that are added at once: of a whole task, or of each piece."""
     if task not in step.pieces:
         return [(None, sources)]
     makers = {source: step.values[task, source.value].node for source in sources}

@@ -34,7 +34,7 @@ from graph_passes.passes.update_nodes import Calls, Computation, Inputs, UpdateN
 
 
 class Application:
-    """Adds the nodes that update variables, and those that read the optimizer's values.
+    """Adds the nodes that update variables, and reads of the optimizer's values.
 
     Args:
         nodes: the step's top level.

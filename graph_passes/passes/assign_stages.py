@@ -434,7 +434,7 @@ def _differs_between_slices(graph: Graph, roles: Roles) -> set[str]:
 
 
 def _readers(graph: Graph, roles: Roles, stage_of: Mapping[str, int], last: int) -> dict[str, set[int]]:
-    """Returns the stages in which each node is computed: its own, or for a node without one those of its readers."""
+    """Returns the stages in which each node is computed: its own, or its readers'."""
     readers: dict[str, set[int]] = {name: set() for name in graph.nodes}
     results = [*roles.outputs, *(variable.update for variable in roles.variables), roles.loss]
     for ref in results:

@@ -1,4 +1,4 @@
-"""Gradients of calls: functions that stay one node, such as those that XLA has to compile, get a function for B.
+"""Gradients of calls: functions that stay one node, for XLA say, get one for B.
 
 TensorFlow finds the gradient of a call by the traced Python function, which a GraphDef doesn't have.
 """

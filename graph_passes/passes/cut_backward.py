@@ -101,7 +101,7 @@ class _PieceNumbers:
                     self._first[name] = min(readers)
 
     def of(self, ref: Ref) -> int:
-        """Returns the number of the piece, 0 for what is behind all cuts."""
+        """Returns the number of the piece, 0 after all cuts."""
         readers = [
             self._first[reader]
             for reader in self._graph.consumers(ref.node)

@@ -236,7 +236,7 @@ class _Flattening:
     # ---- order
 
     def _wait(self, name: str) -> None:
-        """Makes nodes that waited for a call wait for what is left of it."""
+        """Makes nodes that waited for a call wait for its remaining nodes."""
         waits = control_inputs(self.view.nodes[name])
         if not waits:
             return

@@ -88,7 +88,7 @@ def _groups(
     in_model: Container[str],
     has_batch_axis: Callable[[Ref], bool],
 ) -> list[set[str]]:
-    """Returns sets of nodes that must be in one stage: those of one metric, or of several that share nodes.
+    """Returns sets of nodes that must be in one stage: of metrics that share nodes.
 
     Nodes that a layer has made for a metric stay in the layer's stage, until the batch axis is gone.
     """

@@ -45,7 +45,7 @@ class ParameterGathers:
     Attributes:
         tensors: (parameter, stage, replica) -> its whole value on the replica's device.
         reads: (stages of a parameter group, device) -> the nodes that read its shards there.
-        begins: (stage, replica) -> the nodes that must wait if its gathers are to.
+        begins: (stage, replica) -> the nodes that wait for its turn; none if its device runs no other stage.
     """
 
     def __init__(self, options: Replicate, builder: Builder, functions: list[FunctionDef]) -> None:
@@ -56,7 +56,7 @@ class ParameterGathers:
         self._gathers = 0
 
     def add(self, stage: Stage, variables: Mapping[str, Variable], replicas: Iterable[int]) -> None:
-        """Gathers the parameters in shards that a stage reads, but for those of which rows are looked up before F.
+        """Gathers the sharded parameters that a stage reads, except tables looked up before F.
 
         Args:
             stage: the stage.

@@ -49,13 +49,13 @@ class ParameterGroup:
 
     @property
     def stored(self) -> frozenset[str]:
-        """Those of these parameters of which its devices keep only their shards."""
+        """Parameters of which its devices keep only their shards."""
         return frozenset() if self.update is None or self.update.shards is None else self.update.shards.stored
 
 
 @dataclasses.dataclass(frozen=True)
 class ReductionUnit:
-    """What is reduced together: the gradients and state of a group that are complete at the same time.
+    """A unit of reduction: gradients and state of a group that are complete together.
 
     Attributes:
         group: the group.
@@ -69,7 +69,7 @@ class ReductionUnit:
 
     @property
     def label(self) -> str:
-        """What its nodes and functions are named besides their group."""
+        """Name of its nodes and functions besides their group."""
         return "" if self.piece is None else f"_piece{self.piece}"
 
 
@@ -79,7 +79,7 @@ def whole(group: ParameterGroup) -> ReductionUnit:
 
 
 def reduction_units(program: Program, groups: Sequence[ParameterGroup]) -> list[ReductionUnit]:
-    """Returns what is reduced together, in order.
+    """Returns the units of reduction, in order.
 
     Args:
         program: a program with ordered tasks.

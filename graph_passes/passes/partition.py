@@ -21,8 +21,7 @@ from graph_passes.ir.replica_sums import key_nodes, order_sums, sums_of, without
 from graph_passes.ir.static_shapes import ShapesOf
 from graph_passes.ir.tensorflow_bridge import Shape, dtype_size, is_stateful, output_dtypes
 from graph_passes.ir.twin import KINDS_OF_STAGES, Twin
-from graph_passes.passes.drop_no_ops import drop_no_ops
-from graph_passes.passes.fold_loops import fold
+from graph_passes.passes.fold_shapes import drop_no_ops, fold
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +43,49 @@ _CUDNN = frozenset({"CudnnRNNV3", "CudnnRNNBackpropV3"})
 
 
 @dataclasses.dataclass(frozen=True)
+class StageForm:
+    """What the functions of a stage are made for.
+
+    Attributes:
+        recompute: ``none`` keeps every residual; ``boundary`` keeps only the stage's inputs and computes the rest again
+            (GPipe, section 2.3); ``min_cut`` keeps the smallest set (in bytes) from which the rest follows by cheap
+            elementwise work. Results of stateful ops (random draws without a seed) are always kept.
+        jit_compile: compile F and B with XLA, except in stages with loops (recurrent layers) and branches: their tensor
+            lists and optional values, which B needs, can't pass from one compiled function to another. Stages that add
+            up over their replicas, or have cuDNN's recurrent layers, aren't compiled either: XLA can't do that.
+        split: whether there are Bx and Bw in place of B.
+        fuse: whether B follows F at once. With XLA, F and B are one function then if B needs nothing from other stages:
+            residuals stay inside, where XLA recomputes those that are cheaper to recompute than to keep.
+        samples: samples of all slices if these are equal, else None. Values that follow from shapes are then constant,
+            and F needn't pass them to B; such functions serve no other slices.
+        replicated: whether there are several replicas. One that is alone adds nothing up.
+        on_gpu: whether they run on GPUs: F gets the integers that follow from the batch and from integer state, random
+            seeds among them, from the host.
+
+    Raises:
+        PassError: ``recompute`` is unknown.
+    """
+
+    recompute: str = "none"
+    jit_compile: bool = False
+    split: bool = False
+    fuse: bool = False
+    samples: int | None = None
+    replicated: bool = False
+    on_gpu: bool = False
+
+    def __post_init__(self) -> None:
+        if self.recompute not in POLICIES:
+            raise PassError(f"recompute={self.recompute!r} is unknown; use one of {', '.join(POLICIES)}")
+
+
+@dataclasses.dataclass(frozen=True)
 class Partition:
     """Splits each stage's graph into its functions F and B by data flow, never by an op's type or name.
 
         whole: (params, state, x, dy) -> (y, state', dx, dparams)
         x -> indices:  of rows that F takes in place of a whole table, see ``keepers``
-        state, x -> integers:  that F takes in place of what computes them, see ``on_gpus``
+        state, x -> integers:  that F takes in place of what computes them, see `StageForm.on_gpu`
         F:     (params, state, x)     -> (y, state', residuals)
         B:     (residuals, params, x, dy) -> (dx, dparams)
         Bx:    (residuals, params, x, dy) -> (dx, partial results)
@@ -61,64 +97,44 @@ class Partition:
     as partial results. Whether a weight is used once or several times makes no difference.
 
     Attributes:
-        recompute: for all stages, or a list with one for each: ``none`` keeps every residual; ``boundary`` keeps only
-            the stage's inputs and computes the rest again (GPipe, section 2.3); ``min_cut`` keeps the smallest set (in
-            bytes) from which the rest follows by cheap elementwise work. Results of stateful ops (random draws without
-            a seed) are always kept.
-        jit_compile: compile F and B with XLA, except in stages with loops (recurrent layers) and branches: their tensor
-            lists and optional values, which B needs, can't pass from one compiled function to another. Stages that add
-            up over their replicas, or have cuDNN's recurrent layers, aren't compiled either: XLA can't do that.
+        forms: what the functions are made for: one for all stages, or one for each.
         training: whether stages have a B; without gradients of its own a stage's B is empty.
-        split: the stages that have Bx and Bw in place of B.
-        fuse: the stages whose B follows F at once. With XLA, F and B are one function there if B needs nothing from
-            other stages: residuals stay inside, where XLA recomputes those that are cheaper to recompute than to keep.
         prefix: start of the functions' names: unique in the library.
-        samples: samples of each stage's slices if all are equal, else None. Values that follow from shapes are then
-            constant, and F needn't pass them to B; such functions serve no other slices.
-        replicas: number of each stage's replicas; by default one. A replica that is alone adds nothing up.
         counted: whether to count the bytes that stages keep, which only ``min_cut`` needs itself.
-        spread: the stages whose operators are placed one by one on several devices, which aren't compiled.
         keepers: for each stage the devices that keep its variables, if tables may be kept by rows: of parameters of
             which stages need nothing but rows, on several devices, F gets the rows that are looked up before it. None
             for functions that look them up themselves.
-        on_gpus: the stages on GPUs: F gets the integers that follow from the batch and from integer state, random seeds
-            among them, from the host.
     """
 
     name: ClassVar[str] = "partition"
     requires: ClassVar[tuple[Fact, ...]] = (Fact.GRAPHS,)
     ensures: ClassVar[tuple[Fact, ...]] = (Fact.FUNCTIONS,)
-    recompute: str | Sequence[str] = "none"
-    jit_compile: bool = False
+    forms: StageForm | Sequence[StageForm] = StageForm()
     training: bool = True
     prefix: str = ""
-    split: Container[int] = ()
-    fuse: Container[int] = ()
-    samples: Sequence[int | None] = ()
-    replicas: Sequence[int] = ()
     counted: bool = True
-    spread: Container[int] = ()
     keepers: Sequence[Sequence[str]] | None = None
-    on_gpus: Container[int] = ()
 
     def run(self, program: Program) -> Program:
         """Program whose stages have graphs -> program whose stages have functions: F, B or Bx and Bw, metrics."""
-        for policy in (self.recompute,) if isinstance(self.recompute, str) else self.recompute:
-            if policy not in POLICIES:
-                raise PassError(f"recompute={policy!r} is unknown; use one of {', '.join(POLICIES)}")
+        forms = [self.forms] * len(program.stages) if isinstance(self.forms, StageForm) else self.forms
         reasons = {} if self.keepers is None else row_tables(program, self.keepers)
         fold_twin = functools.lru_cache(maxsize=KINDS_OF_STAGES)(_folded)
-        stages = tuple(self._stage(program, stage, reasons, fold_twin) for stage in program.stages)
+        stages = tuple(
+            self._stage(program, stage, form, reasons, fold_twin)
+            for stage, form in zip(program.stages, forms, strict=True)
+        )
         return program.replace(stages=stages)
 
-    def _stage(self, program: Program, stage: Stage, reasons: Mapping[str, str], fold_twin: _Fold) -> Stage:
+    def _stage(
+        self, program: Program, stage: Stage, form: StageForm, reasons: Mapping[str, str], fold_twin: _Fold
+    ) -> Stage:
         whole, library = stage, {function.signature.name for function in stage.own_graph.library.function}
-        samples = self.samples[stage.index] if self.samples else None
-        if not self.replicas or self.replicas[stage.index] == 1:
+        samples, recompute = form.samples, form.recompute
+        if not form.replicated:
             stage = dataclasses.replace(stage, graph=without_sums(stage.own_graph))
         stage = with_lookups(stage, [v for v in program.roles.variables if reasons.get(v.name) == ""])
         shapes_of = ShapesOf(stage.own_graph)
-        recompute = self.recompute if isinstance(self.recompute, str) else self.recompute[stage.index]
         counts = self.training and (self.counted or recompute == "min_cut")
         counted = _counted(program, stage, shapes_of) if counts else {}
         shapes: Mapping[Ref, Shape | None] = {}
@@ -128,7 +144,7 @@ class Partition:
             counted = {number: size.renumbered(before) for number, size in counted.items()}
         sizes = list(counted.values())
         graph, sources = Graph(stage.own_graph), stage.arguments
-        if stage.index in self.on_gpus:
+        if form.on_gpu:
             stage = with_host_integers(program, stage)
         given = set(stage.arguments.values())
         forward, indices, integers, gradients = (dict[Value, Ref]() for _ in range(4))
@@ -157,9 +173,8 @@ class Partition:
             "adds up over its replicas": [node.name for node in sums_of(graph)],
             "has a recurrent layer of cuDNN": [node.name for node in graph if node.op in _CUDNN],
         }
-        wanted = self.jit_compile and stage.index not in self.spread
-        jit_compile = wanted and not any(reasons_not.values())
-        if wanted and not jit_compile:
+        jit_compile = form.jit_compile and not any(reasons_not.values())
+        if form.jit_compile and not jit_compile:
             why, names = next((why, names) for why, names in reasons_not.items() if names)
             logger.warning("stage %d isn't compiled with XLA: it %s, %s", stage.index, why, names[0])
         changes: dict[str, Any] = {
@@ -178,7 +193,7 @@ class Partition:
             arguments = {**stage.arguments, **{Value(ref, ValueKind.RESIDUAL): ref for ref in residuals}}
             received = {boundary.ref for boundary in program.boundaries}
             parts: tuple[StageFunction | None, StageFunction | None]
-            if stage.index in self.split:
+            if form.split:
                 recomputed = first if recompute == "min_cut" else set()
                 parts = _split_backward(name, graph, arguments, gradients, received, recomputed, jit_compile)
                 changes |= {"input_grad": parts[0], "weight_grad": parts[1], "split": True}
@@ -194,7 +209,7 @@ class Partition:
                 parts = (backward, None)
                 changes["backward"] = backward
                 changes["fused"] = None
-                if jit_compile and stage.index in self.fuse:
+                if jit_compile and form.fuse:
                     given_back = [v for v in backward.inputs if v.kind is ValueKind.GRADIENT]
                     if all(value.ref == program.roles.loss for value in given_back):
                         both = {v: ref for v, ref in results.items() if v.kind is not ValueKind.RESIDUAL} | gradients

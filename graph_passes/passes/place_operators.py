@@ -10,14 +10,24 @@ from typing import ClassVar
 
 from graph_passes.analysis.device_kernels import on_gpu
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import CALL_ATTR, Graph, GraphDef, Names, NodeDef, Ref, control_inputs, drop_unread
+from graph_passes.ir.graph import (
+    CALL_ATTR,
+    Graph,
+    GraphDef,
+    Names,
+    NodeDef,
+    Ref,
+    control_inputs,
+    data_inputs,
+    drop_unread,
+    make_node,
+)
 from graph_passes.ir.kernels import CPU, GPU, host_of, kernel_of, knows_gpus
 from graph_passes.ir.program import Fact, Program, Step
 from graph_passes.ir.replica_sums import SUM_OP
 from graph_passes.ir.resource_use import ResourceUse, resource_name
 from graph_passes.ir.tensorflow_bridge import makes_resource
 from graph_passes.passes.placed_reductions import common_order, regroup
-from graph_passes.passes.unfused import unfused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +214,7 @@ class _Placement:
         return self.view.ancestors(self._fetched) if self.step.gradients else set()
 
     def _chain(self) -> dict[str, list[str]]:
-        """Returns for each operator those that it has to wait for because they come before it on its device."""
+        """Returns each operator's predecessors in its device's queue."""
         step, apart = self.step, self._apart
         needed = self.view.ancestors([*self._told, *([Ref(step.train)] if step.train else [])])
         last: dict[tuple[str, bool], str] = {}
@@ -248,3 +258,41 @@ def _able(device: str, nodes: Iterable[NodeDef]) -> str:
     if on_gpu(device) and knows_gpus() and any(kernel_of(node, GPU) is None and kernel_of(node, CPU) for node in nodes):
         return host_of(device)
     return device
+
+
+_READERS = frozenset({"BiasAdd", "BiasAddGrad"})
+_PADDED = frozenset({"Conv2D", "DepthwiseConv2dNative"})
+
+
+def unfused(graph: GraphDef) -> GraphDef:
+    """Returns a graph in which fusible nodes read through an Identity, which also takes their control edges.
+
+        Conv2D -> BiasAdd (^x)   becomes   Conv2D -> Identity (^x) -> BiasAdd
+
+    TensorFlow's layout pass for oneDNN (mkl_layout_pass.cc) merges a convolution with its BiasAdd, a Pad with its
+    convolution, and the gradients of a filter and of a bias. It takes two of them with the same control edges for
+    mergeable, and then aborts the process because there are control edges. Merged, they wouldn't run in the order of
+    the queue either.
+    """
+    view = Graph(graph)
+    names = Names(view.nodes)
+    rewritten = GraphDef(versions=graph.versions, library=graph.library)
+    for node in graph.node:
+        own = rewritten.node.add()
+        own.CopyFrom(node)
+        if node.op in _READERS or (node.op in _PADDED and view.nodes[view.inputs(node.name)[0].node].op == "Pad"):
+            rewritten.node.append(_apart(own, names))
+    return rewritten
+
+
+def _apart(node: NodeDef, names: Names) -> NodeDef:
+    """Inserts an Identity before a node, which is changed."""
+    waits = control_inputs(node)
+    first, *others = data_inputs(node)
+    kind = {"T": node.attr["T"]}
+    identity = make_node(
+        names.fresh(f"{node.name}/unfused"), "Identity", [first], device=node.device, control=waits, attrs=kind
+    )
+    del node.input[:]
+    node.input.extend([identity.name, *map(str, others)])
+    return identity

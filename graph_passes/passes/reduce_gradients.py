@@ -73,7 +73,7 @@ class Reduction:
 
     def accumulate_nothing(self, applied: Calls) -> None:
         """Makes replicas without samples in this step contribute zeros, once carried gradients have been used."""
-        if not self._options.accumulated:
+        if not self._step.accumulated:
             return  # `_contribution` gives them.
         for stage, devices in enumerate(self.nodes.devices):
             for replica, device in enumerate(devices):
@@ -95,7 +95,7 @@ class Reduction:
                     self.nodes.empty[stage, replica] = [node]
 
     def all_reduce(self, units: Iterable[ReductionUnit], *, at_head: bool = False) -> None:
-        """Reduces units in buckets, in this order; ``at_head`` those of the previous step, at once."""
+        """Reduces units in buckets, in this order; ``at_head`` the previous step's, at once."""
         for unit in units:
             group = unit.group
             if len(group.devices) == 1 or not unit.variables:
@@ -131,7 +131,7 @@ class Reduction:
                 index += 1
 
     def _packed(self, unit: ReductionUnit) -> list[tuple[Variable, ...]]:
-        """Returns the buckets of a unit; those of variables in shards last."""
+        """Returns the buckets of a unit, variables in shards last."""
         in_shards = unit.group.in_shards
         whole = [variable for variable in unit.variables if variable.name not in in_shards]
         shards = [in_shards[variable.name] for variable in unit.variables if variable.name in in_shards]
@@ -189,7 +189,7 @@ class Reduction:
         accumulators = self.nodes.contributors[variable.name]
         parts = []
         for stage in stages:
-            if stage in accumulators and self._options.accumulated:
+            if stage in accumulators and self._step.accumulated:
                 own = accumulators[stage]
                 parts.append(read(builder, own.name, own.dtype, own.shape))
             elif stage in accumulators:

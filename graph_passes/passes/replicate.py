@@ -134,8 +134,7 @@ class _Replication:
             pending=self.pending,
             reads=_joined(self.reads, self.lookups.reads_of_whole),
             shard_reads=_joined(self.gathers.reads, self.lookups.reads),
-            gathers=self.gathers.begins,
-            lookups=self.lookups.waiting,
+            ahead=self._ahead(),
             hosts=frozenset(self.hosts),
             feeds=self.feeds,
             metric_feeds=self.metric_feeds,
@@ -197,6 +196,14 @@ class _Replication:
         self.builder.append(call_node(name, function, inputs, device=self.options.host_device, attrs=attrs))
         for index, normalizer in enumerate(normalizers):
             self.inverses[normalizer.placeholder] = Ref(name, index)
+
+    def _ahead(self) -> dict[Task, tuple[str, ...]]:
+        """Returns what begins a task ahead of each forward; see `Step.ahead`."""
+        forwards = [task for task in self.entry if task.phase is Phase.FORWARD]
+        gathers, lookups = self.gathers.begins, self.lookups.waiting
+        ahead = {task: gathers.get((task.stage, task.replica), ()) for task in forwards}
+        ahead |= {task: (*ahead[task], node) for task, node in lookups.items()}
+        return {task: nodes for task, nodes in ahead.items() if nodes}
 
     def _read_variables(self, stage: Stage) -> None:
         variables, replicas = self.program.variables, range(len(self.layout.devices[stage.index]))

@@ -1,4 +1,4 @@
-"""Rows of tables in shards, exchanged between devices: those looked up for a task, those of gradients for owners."""
+"""Rows of tables in shards, exchanged between devices: for tasks, and gradients for owners."""
 
 from __future__ import annotations
 

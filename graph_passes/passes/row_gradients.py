@@ -104,7 +104,7 @@ class RowGradients:
         return self._gathered[name, device]
 
     def of_shard(self, variable: Variable, number: int, device: str) -> tuple[Ref, Ref]:
-        """Returns those of `gather`'s rows that belong to a device's shard, in the same order, and their indices in it.
+        """Returns `gather`'s rows of a device's shard, in order, and their indices in it.
 
         Args:
             variable: a parameter in shards that are rows.
@@ -179,7 +179,7 @@ class RowGradients:
         return values, indices
 
     def _cast(self, indices: Ref, stage: Stage, variable: Variable, dtype: int, device: str) -> Ref:
-        """Casts the indices of a stage to the dtype of those of all stages."""
+        """Casts the indices of a stage to the common dtype of all stages."""
         own = _stage_dtype(stage, variable)
         if own is None or own == dtype:
             return indices

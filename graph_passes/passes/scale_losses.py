@@ -35,7 +35,7 @@ _SUMS = frozenset({"AddV2", "Add", "Sub", "AddN", "Pack"})
 
 
 def scale_losses(program: Program, outputs: Sequence[Ref] = ()) -> Program:
-    """Returns a captured program whose loss, state and metrics are slices' contributions to those of the whole batch.
+    """Returns a program whose loss, state and metrics are slices' contributions to the batch's.
 
         weight * (sum(e) + mean(f))       becomes   weight * (sum(e) / weight + mean(f))
         sum(m * e) / sum(m)               becomes   sum(m * e) / (sum(m) of the whole batch)

@@ -9,7 +9,7 @@ from typing import ClassVar
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import copied
 from graph_passes.ir.program import Fact, Program
-from graph_passes.ir.tasks import Phase, Schedule, Task
+from graph_passes.ir.tasks import Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,13 +19,9 @@ class OrderTasks:
         0: 0F0 0F1 0B0   becomes   0F0 -> 0F1 -> 0B0
         1: 0Bw0>1Bx1     becomes   1Bx1 -> 0Bw0
 
-    A device that runs several stages whose parameters are in shards gathers them one stage ahead of its tasks:
+    What a task needs besides begins one task ahead of it (`Step.ahead`), so that little waits in memory:
 
-        0: 0F0 1F0 2F0   becomes   0F0 -> gather of 2
-
-    Rows that a forward needs of tables are looked up one task ahead, so that few wait in memory:
-
-        0: 0F0 0F1 0F2   becomes   0F0 -> indices of 0F2
+        0: 0F0 0F1 0F2   becomes   0F0 -> what 0F2 needs
 
     Attributes:
         schedule: the order of tasks on each device; devices are numbered as in ``device_names``.
@@ -65,23 +61,10 @@ class OrderTasks:
                     )
             for before, after in itertools.pairwise(tasks):
                 nodes[step.entry[after]].input.extend(f"^{name}" for name in step.exit[before])
-            for before, after in zip(tasks, tasks[2:], strict=False):
-                if after in step.lookups:
-                    nodes[step.lookups[after]].input.extend(f"^{name}" for name in step.exit[before])
-        for reader, waited in self._before_gathers().items():
-            for name in step.gathers.get(reader, ()):
-                nodes[name].input.extend(f"^{done}" for done in step.exit[waited])
-        return program.replace(graph=graph, step=dataclasses.replace(step, schedule=self.schedule))
-
-    def _before_gathers(self) -> dict[tuple[int, int], Task]:
-        """Returns (stage, replica) -> the task after which it gathers its parameters: before the stage before it."""
-        before: dict[tuple[int, int], Task] = {}
-        for tasks in self.schedule.orders.values():
-            firsts: dict[tuple[int, int], int] = {}
+            begun: set[str] = set()  # What several tasks need begins for the first of them.
             for position, task in enumerate(tasks):
-                if task.phase is Phase.FORWARD:
-                    firsts.setdefault((task.stage, task.replica), position)
-            for (_, previous), (reader, _) in itertools.pairwise(firsts.items()):
-                if previous:
-                    before[reader] = tasks[previous - 1]
-        return before
+                for name in step.ahead.get(task, ()):
+                    if position > 1 and name not in begun:
+                        nodes[name].input.extend(f"^{done}" for done in step.exit[tasks[position - 2]])
+                    begun.add(name)
+        return program.replace(graph=graph, step=dataclasses.replace(step, schedule=self.schedule))

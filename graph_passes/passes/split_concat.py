@@ -19,7 +19,7 @@ from graph_passes.ir.tasks import Phase, Task
 
 @dataclasses.dataclass(frozen=True)
 class SplitConcat:
-    """Binds what is pending between stages: one-to-many, many-to-one and many-to-many, for any n : m.
+    """Connects pending tensors between stages, for any n : m replicas.
 
         3 replicas [0,2) [2,4) [4,5)  ->  2 replicas [0,3) [3,5)
         sender 0 sends all to 0; sender 1 splits [2,3) to 0 and [3,4) to 1; sender 2 sends all to 1
@@ -95,7 +95,7 @@ class _Connection:
         return sources_of(boundary.producer, boundary.consumers, readers.intersection(relays), self.layout.devices)
 
     def send(self, boundary: Boundary, stage: int, source: int, *, onward: bool) -> None:
-        """Sends a tensor forward: from the slices of stage ``source`` to those of stage ``stage``.
+        """Sends a tensor forward: from slices of stage ``source`` to slices of ``stage``.
 
         Args:
             boundary: the tensor.
@@ -126,7 +126,7 @@ class _Connection:
                     self.relayed[receiver, value] = self._relay(boundary, receiver, [tensor])
 
     def send_back(self, boundary: Boundary, sources: Mapping[int, int]) -> None:
-        """Sends gradients backward: from all consumers' slices to those of the producer, by way of relays.
+        """Sends gradients backward: from consumers' slices to the producer's, over relays.
 
         Args:
             boundary: the tensor.

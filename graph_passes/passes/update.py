@@ -51,8 +51,6 @@ class Update:
         head: whether a step before this one has carried groups over: this one begins by reducing and updating them, and
             each stage's forward waits for its own groups only.
         jit_compile: compile the optimizer with XLA.
-        accumulated: whether gradients are in accumulators. If not, each replica has made them in one task, from which
-            they are taken; the optimizer then works in their memory, which is warm. Nothing can be carried over.
         spread: the stages whose operators are placed one by one on several devices. Variables that one of them reads
             are reduced one by one, as each gets a device of its own, and updated without XLA.
         all_reduces: how gradients are all-reduced. Sums inside tasks, which have no order beside them, stay with the
@@ -77,7 +75,6 @@ class Update:
     carried: tuple[tuple[int, ...], ...] = ()
     head: bool = False
     jit_compile: bool = False
-    accumulated: bool = True
     spread: frozenset[int] = frozenset()
     all_reduces: AllReduceRules = dataclasses.field(default_factory=AllReduceRules)
 

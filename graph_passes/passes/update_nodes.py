@@ -53,7 +53,7 @@ class UpdateNodes:
 
     def __init__(self, options: Update, program: Program, graph: GraphDef) -> None:
         self.options, self.program, self.step, self.graph = options, program, program.own_step, graph
-        if not options.accumulated and (options.carried or options.head):
+        if not self.step.accumulated and (options.carried or options.head):
             raise PassError("updates are carried over, but gradients have no accumulators to wait in; accumulate them")
         self.devices = self.step.layout.devices
         self.builder = Builder(graph)
@@ -110,7 +110,7 @@ class UpdateNodes:
         """
         stages = tuple(self.stages_on(group, device))
         own = "" if stages == group.stages else "_on" + "_".join(map(str, stages))
-        return f"{group.label}_{what.text}{part}{own}" + ("" if self.options.accumulated else "_at_once")
+        return f"{group.label}_{what.text}{part}{own}" + ("" if self.step.accumulated else "_at_once")
 
     def call(
         self,

@@ -66,7 +66,7 @@ class Quartiles:
 
 
 def write_results(path: str | os.PathLike[str], name: str, records: Sequence[Record]) -> None:
-    """Writes a benchmark's results in place of its earlier ones; those of other benchmarks in the file stay.
+    """Writes a benchmark's results in place of its earlier ones; other benchmarks' stay.
 
     Args:
         path: the JSON file; created if it is missing.

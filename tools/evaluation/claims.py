@@ -141,6 +141,6 @@ class Claim:
 
 
 def counts(claims: Sequence[Claim], setting: str) -> dict[str, int]:
-    """Returns verdict -> number of claims in a setting; those that it doesn't change count as in the paper's own."""
+    """Returns verdict -> number of claims in a setting, unchanged ones as in the paper's."""
     verdicts = [claim.verdict(setting) or claim.verdict(next(iter(claim.ours))) for claim in claims]
     return {verdict: verdicts.count(verdict) for verdict in VERDICTS}

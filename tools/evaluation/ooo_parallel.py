@@ -113,7 +113,7 @@ class Systems:
         return (seconds[k], k) if seconds[k] < seconds[0] * (1 - _TIE) else (seconds[0], 0)
 
     def _carrying(self, k: int) -> dict[int, float]:
-        """Returns number of carried updates -> seconds, of those that a concave search asks for, in either order."""
+        """Returns number of carried updates -> seconds, as a concave search tries them, in either order."""
         seconds: dict[int, float] = {}
 
         def measured(carried: int) -> float:
@@ -126,7 +126,7 @@ class Systems:
 
 
 def stand_in(cluster: Cluster, size: float) -> Cluster:
-    """Returns a cluster of two devices whose all-reduces take what those of all of a cluster's devices take.
+    """Returns a cluster of two devices with the all-reduce times of a whole cluster.
 
     Args:
         cluster: the devices.

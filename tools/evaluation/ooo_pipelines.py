@@ -165,7 +165,7 @@ def transfers() -> Record:
 SCRIPTS = {8: (12, 480, 30), 16: (24, 320, 32), 24: (36, 380, 38), 32: (48, 320, 40)}
 """GPUs -> blocks of BERT, batch and number of micro-batches in the published scripts for pre-training."""
 STRONG = {24: (320, 32), 48: (320, 40)}
-"""Blocks of BERT -> batch and micro-batches on any number of GPUs: those of its script."""
+"""Blocks of BERT -> batch and micro-batches on any number of GPUs, by its script."""
 BATCHES = (512, 1872)
 """The ends of the range of sections 8.1 and 8.4.2; in the setting ``best`` each system has the better one."""
 POLICIES = {

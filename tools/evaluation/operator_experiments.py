@@ -21,7 +21,7 @@ from dapple_tf.tools.evaluation.paper_models import gpus
 from dapple_tf.tools.evaluation.results import Record
 
 DOCKERS = (1e9, 3e9, 6e9)
-"""Bytes/s between the two dockers of figure 4; the paper doesn't say what it measured there."""
+"""Bytes/s between the two dockers of figure 4; the paper has no measured number."""
 SAMPLES = (16, 256, 4096)
 """Batches of the towers."""
 

@@ -142,7 +142,7 @@ def _choice(ours: Outcome, paper: Outcome, row: PaperRow) -> str:
 
 
 def communication_ratio(partition: Partition, profile: Profile, cluster: Cluster) -> float:
-    """Returns the ACR of section 6.2: seconds of a micro-batch's transfers over a cut, both ways, to those of a stage.
+    """Returns the ACR of section 6.2: seconds of a micro-batch's transfers / a stage's.
 
     Both are averages, over cuts and over stages. A replica has at least the profile's batch. Between replicas each
     network card carries its own slices only, also in config A, as the paper's equal ratios for A and B say.

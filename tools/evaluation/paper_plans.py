@@ -77,7 +77,7 @@ def shape(plan: Plan) -> str:
 
 
 def record(outcome: Outcome | None) -> Record | None:
-    """Returns what is stored of a plan and its step."""
+    """Returns the record of a plan and its step."""
     if outcome is None:
         return None
     plan, profile = outcome.plan, outcome.simulation.costs.profile

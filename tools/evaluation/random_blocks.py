@@ -84,11 +84,11 @@ _WAYS_OF_STATE: Mapping[str, Callable[[Any, Callable[[], Any]], Any]] = {
     "switch": lambda always, assign: ops.switch(ops.cast(always, "int32"), [lambda: 0, lambda: _assigned(assign)]),
     "loop": lambda _, assign: ops.fori_loop(0, 2, lambda number, total: total + _assigned(assign), 0),
 }
-"""Where state is assigned: a function of what is always true, and of the assignment."""
+"""Places of state's assignment: functions of a true condition and the assignment."""
 
 
 class AddPenalty(keras.layers.Layer):
-    """Adds a loss of what it passes on: a mean over the samples, or (as few do on purpose) a sum."""
+    """Adds a loss of its output: a mean over samples, or rarely a sum."""
 
     def __init__(self, mean: bool, factor: float, **options: Any) -> None:
         super().__init__(**options)

@@ -56,7 +56,7 @@ _WHY = {
 
 
 def rows_once() -> Iterator[PaperRow]:
-    """Yields the rows of Tables 4 and 6, but those of Table 6 whose model, batch and replicas Table 4 has as well."""
+    """Yields the rows of Tables 4 and 6, without Table 6's repetitions of Table 4."""
     known = {(row.model, row.config, row.batch, row.plan) for row in TABLE_4}
     yield from TABLE_4
     yield from (row for row in TABLE_6 if (row.model, row.config, row.batch, row.plan) not in known)

@@ -1,4 +1,4 @@
-"""Results of a paper's evaluation: computed again, compared with what is stored, or stored; one command for all papers.
+"""Results of a paper's evaluation: computed again, compared, or stored.
 
     python -m tools.evaluation.reproduce_dapple                              # compares everything with what is stored
     python -m tools.evaluation.reproduce_dapple --only=vgg-19/C,'table 5'    # only parts whose name has one of these
@@ -34,7 +34,7 @@ FOLDER = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results"
 _ONLY_ONE = {True: "is stored, but not computed", False: "isn't stored"}
 
 Record = dict[str, Any]
-"""What is stored of an experiment: numbers, texts, truth values, and lists and dicts of them."""
+"""Record of an experiment: numbers, texts, truth values, lists and dicts."""
 Results = Mapping[str, Any]
 """Part -> its record."""
 
@@ -77,7 +77,7 @@ class Evaluation(NamedTuple):
         }
 
     def content(self, results: Results) -> dict[str, Any]:
-        """Returns what is stored."""
+        """Returns the stored records."""
         claims = {claim.name: claim.stored() for claim in self.claims(results)}
         return {
             "constants": {name: f"{value:.6g}" for name, value in self.constants().items()},
@@ -86,7 +86,7 @@ class Evaluation(NamedTuple):
         }
 
     def changes(self, stored: Mapping[str, Any], fresh: Results, folder: pathlib.Path) -> list[str]:
-        """Returns what differs between what is stored and the records that were computed."""
+        """Returns the differences between stored and computed records."""
         before = stored["parts"]
         said = [f"{name}: is stored, but there is no such part" for name in before if name not in self.parts]
         for name, record in fresh.items():
@@ -104,7 +104,7 @@ class Evaluation(NamedTuple):
         return said
 
     def write(self, results: Results, folder: pathlib.Path) -> None:
-        """Writes what is stored, the page and the picture."""
+        """Writes the records, the page and the picture."""
         text = json.dumps(self.content(results), indent=1) + "\n"
         (folder / f"{self.name}.json").write_text(text, encoding="utf-8")
         for name, text in self.files(results).items():

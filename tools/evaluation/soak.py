@@ -252,7 +252,7 @@ def _watch(pipelined: dapple.PipelinedModel) -> None:
 
 
 class _Client:
-    """The client's process, and the newest of what it told of itself."""
+    """The client's process, and its newest report."""
 
     def __init__(self, hosts: Hosts, task: Mapping[str, Any]) -> None:
         line = [sys.executable, "-m", "tools.evaluation.soak", f"--inside={json.dumps(dict(task))}"]

@@ -19,7 +19,7 @@ TOLERANCE = {"float64": 1e-8, "float32": 1e-4}
 FLOOR = {"float64": 1e-6, "float32": 1e-2}
 """Float type -> minimum scale of differences: gradients that cancel to nothing consist of rounding."""
 _ROUNDED = 1e-2
-"""Minimum scale of differences as a part of an array's largest value: that is what is rounded."""
+"""Minimum scale of differences as a part of an array's largest value."""
 
 _NO_EXCUSE = (NoteKind.METRIC, NoteKind.RANDOM)
 """Notes on metrics alone change no variable; the compared models draw nothing that counts."""

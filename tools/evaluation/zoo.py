@@ -213,7 +213,7 @@ def _write_rows(work: str) -> None:
 
 
 def _keep(path: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes the rows of a process to the file, those of draws beside those of other seeds."""
+    """Writes the rows of a process to the file, draws beside other seeds'."""
     if "seed" not in rows[0]:
         write_results(path, f"zoo {rows[0]['model']}", rows)
         return

@@ -1,32 +1,28 @@
-"""Figures of task graphs, and Graphviz's text for them."""
+"""Figures of task graphs, and their SVG."""
 
 from __future__ import annotations
 
 import collections
 import itertools
-import pathlib
-import shutil
 from collections.abc import Callable
+from xml.etree import ElementTree
 
 import pytest
 from step_programs import Case, complete, names_for, plan
 
 from dapple_tf.view.colours import COLOURS, text_colour
-from dapple_tf.view.dot import MOST_EDGES, MOST_NODES, DrawingError, dot_text, draw_graph
 from dapple_tf.view.figure import SHOWN, Figure, figure
+from dapple_tf.view.graph_svg import graph_svg
 from dapple_tf.view.step_graph import task_graph
 from dapple_tf.view.task_graph import TaskEdge, TaskGraph, TaskNode
 
+SVG = "{http://www.w3.org/2000/svg}"
 UNEVEN = Case("mlp", plan("mlp", 2, [[0, 1, 2], [3]], 4, 24, "dapple_a"))
 CASES = [
     UNEVEN,
     Case("mlp", plan("mlp", 4, [[0], [1], [0], [1]], 4, 8, "interleaved")),
     Case("mlp", plan("mlp", 2, [[0], [0]], 3, 6, "fast_forward")),
 ]
-
-needs_graphviz = pytest.mark.skipif(
-    shutil.which("dot") is None, reason="needs Graphviz: dot isn't installed (Debian: apt-get install graphviz)"
-)
 
 
 def graph_of(case: Case) -> TaskGraph:
@@ -113,10 +109,10 @@ def check_places(shown: Figure) -> None:
         assert all(0 <= x <= shown.width and 0 <= y <= shown.height for x, y in curve)
 
 
-# ---- the text
+# ---- the picture
 
 
-def test_the_text_of_a_small_step(golden: Callable[[str, str], None]) -> None:
+def test_the_picture_of_a_small_step(golden: Callable[[str, str], None]) -> None:
     nodes = (
         node("0F0", "F", 0, 0),
         node("split", "split", 0, 1),
@@ -125,46 +121,20 @@ def test_the_text_of_a_small_step(golden: Callable[[str, str], None]) -> None:
         node("0F2", "F", 1, 2),
     )
     graph = TaskGraph(nodes, (data(0, 1), data(1, 4), control(3, 4), data(0, 2)), {0: "device 0: stage 0", 1: "b"})
-    golden("figure.dot", dot_text(graph, title="a step"))
+    golden("figure.svg", graph_svg(graph, title="a step"))
 
 
-# ---- pictures
-
-
-@needs_graphviz
-def test_a_picture_is_drawn(tmp_path: pathlib.Path) -> None:
-    path = tmp_path / "graph.svg"
-    draw_graph(graph_of(UNEVEN), path, title="3 : 1")
-    text = path.read_text()
-    assert text.count(">0F1<") == 3
-    assert "device 3: stage 1" in text
-
-
-def many(count: int) -> TaskGraph:
-    nodes = tuple(node(str(index), "F", 0, index) for index in range(count))
-    return TaskGraph(nodes, tuple(control(index, index + 1) for index in range(count - 1)), {0: "device 0"})
-
-
-def test_large_graphs_are_not_drawn(tmp_path: pathlib.Path) -> None:
-    assert MOST_EDGES > MOST_NODES
-    with pytest.raises(DrawingError, match=r"of 401 nodes and 400 edges isn't drawn \(up to 400 and 2000 are\): open"):
-        draw_graph(many(MOST_NODES + 1), tmp_path / "graph.svg")
-    assert not list(tmp_path.iterdir())
-
-
-def test_without_graphviz_there_is_a_hint(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(DrawingError, match=r"no Graphviz here: install it \(the program `dot`\), then run dot -Tsvg"):
-        draw_graph(many(2), tmp_path / "graph.svg")
-
-
-def test_a_failing_graphviz_is_told(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "dot"
-    program.write_text("#!/bin/sh\necho no luck >&2\nexit 3\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    with pytest.raises(DrawingError, match=r"graph\.svg isn't drawn: Graphviz failed: no luck"):
-        draw_graph(many(2), tmp_path / "graph.svg")
+def test_a_picture_has_all_nodes_edges_and_lanes() -> None:
+    graph = graph_of(UNEVEN)
+    shown = figure(graph)
+    root = ElementTree.fromstring(graph_svg(graph, title="3 : 1 & more"))
+    texts = [text.text for text in root.iter(f"{SVG}text")]
+    assert texts.count("0F1") == 3
+    assert "3 : 1 & more" in texts
+    tips = [tip.text or "" for tip in root.iter(f"{SVG}title")]
+    assert len(tips) == len(shown.lanes) + len(shown.graph.edges) + len(shown.graph.nodes)
+    assert "device 3: stage 1" in tips
+    assert any(": float" in tip for tip in tips)
 
 
 def test_labels_can_be_read_on_their_colours() -> None:
