@@ -71,8 +71,8 @@ bench: $(STAMP) ## run all benchmarks, two hours on a quiet machine; adds to doc
 	$(BENCH) --cases=torch,torch_memory --set=python=$(TORCH_PYTHON) --json=docs/results/speed.json
 	$(BENCH) --cases=planner,preparation,first_step,recompute,rewriting,memory --json=docs/results/scale.json
 
-zoo: $(STAMP)-zoo ## train keras.applications, other libraries' and random models beside plain Keras, hours; rewrites docs/zoo.md
-	$(BIN)/python -m tools.evaluation.zoo --json=docs/results/zoo.json --document=docs/zoo.md
+zoo: $(STAMP)-zoo ## train keras.applications, other libraries' and random models beside plain Keras, hours; rewrites docs/results/zoo.md
+	$(BIN)/python -m tools.evaluation.zoo --json=docs/results/zoo.json --document=docs/results/zoo.md
 
 faults: $(STAMP) ## kill, stop and cut off workers, and lose packets one way, while a model trains, four hours; needs root
 	$(BIN)/python -m tools.evaluation.soak --json=docs/results/soak.json
