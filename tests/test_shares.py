@@ -342,9 +342,9 @@ def test_rows_in_an_order_that_is_not_known_are_refused_where_stages_cut_them_di
         r"stage 0 makes it in slices of \[4\] samples, stage 1 reads it in slices of \[2, 2\]; give both stages the "
         r"same number of replicas and the same shares, or cut elsewhere"
     )
-    with pytest.raises(PassError, match=told):
-        pipeline(model, ["a"], (1, 2), 1, 4)
     given = np.random.default_rng(0).normal(size=(4, 4))
+    with pytest.raises(PassError, match=told):
+        pipeline(model, ["a"], (1, 2), 1, 4).predict_on_batch(given)
     expected = model.predict_on_batch(given)
     np.testing.assert_allclose(pipeline(model, ["a"], (1, 1), 1, 4).predict_on_batch(given), expected, rtol=1e-6)
 

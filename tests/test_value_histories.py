@@ -13,7 +13,7 @@ from models_for_tests import Pair, assert_close, assert_same_values, classifier,
 import dapple_tf as dapple
 
 X, Y, _ = samples(21)
-DRAWS = int(os.environ.get("DAPPLE_HISTORIES", "50"))
+DRAWS = int(os.environ.get("DAPPLE_HISTORIES", "20"))
 EVENTS = ("step", "step", "evaluate", "read", "read all", "assign", "assign", "sync", "save", "restore", "failed step")
 
 
