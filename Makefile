@@ -40,7 +40,7 @@ docs: $(STAMP)-docs ## build the site of the documentation in build/site and che
 
 pictures: $(STAMP) ## run the documents' examples, and draw their pictures and screenshots anew; needs chromium
 	$(BIN)/python -m tools.evaluation.run_document --write docs/concepts.md docs/tutorial.md docs/timelines.md docs/dumps.md
-	$(BIN)/python -m pytest tests/test_pages.py tests/test_what_if.py --screenshots=docs/pictures
+	$(BIN)/python -m pytest tests/test_what_if.py --screenshots=docs/pictures
 
 examples: $(STAMP) ## run the tutorial, and the examples that start processes of their own, some minutes
 	$(BIN)/python -m tools.evaluation.run_document docs/tutorial.md
