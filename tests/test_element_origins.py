@@ -87,6 +87,7 @@ CONSTANT: dict[str, Made] = {
 SAMPLES: dict[str, Made] = {
     "ids": lambda ids, fixed, samples: flat(ids + 1),
     "random numbers of samples": lambda ids, fixed, samples: tf.random.uniform([samples], maxval=9, dtype=tf.int32),
+    "the same of each sample": lambda ids, fixed, samples: tf.fill([samples], 2),
     "two lookups": lambda ids, fixed, samples: tf.concat([flat(ids), ids[:, 0]], 0),
     "a mask": lambda ids, fixed, samples: tf.boolean_mask(ids, ids > 2) + 1,
     "by places in the batch": lambda ids, fixed, samples: tf.gather(flat(ids), tf.range(samples) * 4 + ids[:, 0] % 4),

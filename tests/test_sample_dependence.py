@@ -71,9 +71,18 @@ SPREADS: dict[str, tuple[Callable[[Any, Any], Any], Spread]] = {
         lambda x, w: tf.reduce_sum(x) / tf.cast(tf.size(x), tf.float32),
         Spread(varies=True),
     ),
+    "a sum over a number from a list of sizes": (
+        lambda x, w: tf.reduce_sum(x) / tf.cast(tf.gather(tf.concat([[5], tf.shape(x)[:1]], 0), 1), tf.float32),
+        Spread(varies=True),
+    ),
     "a mean behind a loop": (lambda x, w: mean_by_size(behind_a_loop(x, w)), Spread(varies=True, known=False)),
     "a mean behind Python code": (lambda x, w: mean_by_size(behind_python(x, w)), Spread(varies=True, known=False)),
     "the largest": (lambda x, w: tf.reduce_max(x), Spread(varies=True, linear=False, extreme="Max")),
+    "twice the largest": (lambda x, w: 2.0 * tf.reduce_max(x), Spread(varies=True, linear=False, extreme="Max")),
+    "two batches, looked up by place": (
+        lambda x, w: tf.gather(tf.concat([x, x + 1], 0), tf.range(2 * tf.shape(x)[0])),
+        Spread(0, outer=2, varies=True),
+    ),
     "the first of two batches": (
         lambda x, w: tf.concat([x, x + 1], 0)[: tf.shape(x)[0]],
         Spread(0, varies=True),
