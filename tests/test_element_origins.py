@@ -87,7 +87,6 @@ CONSTANT: dict[str, Made] = {
 SAMPLES: dict[str, Made] = {
     "ids": lambda ids, fixed, samples: flat(ids + 1),
     "random numbers of samples": lambda ids, fixed, samples: tf.random.uniform([samples], maxval=9, dtype=tf.int32),
-    "the same of each sample": lambda ids, fixed, samples: tf.fill([samples], 2),
     "two lookups": lambda ids, fixed, samples: tf.concat([flat(ids), ids[:, 0]], 0),
     "a mask": lambda ids, fixed, samples: tf.boolean_mask(ids, ids > 2) + 1,
     "by places in the batch": lambda ids, fixed, samples: tf.gather(flat(ids), tf.range(samples) * 4 + ids[:, 0] % 4),
@@ -102,6 +101,7 @@ OTHERS: dict[str, tuple[Made, Origin]] = {
         Origin.DISTINCT,
     ),
     "largest of the batch": (lambda ids, fixed, samples: tf.reduce_max(ids, 0), Origin.COUPLED),
+    "largest of the batch, repeated": (lambda ids, fixed, samples: tf.fill([3], tf.reduce_max(ids)), Origin.COUPLED),
     "unique, gathered": (lambda ids, fixed, samples: tf.gather(fixed, tf.unique(flat(ids))[0] % 3), Origin.COUPLED),
     "pairs of samples": (lambda ids, fixed, samples: ids[:, :1] - tf.transpose(ids[:, :1]), Origin.COUPLED),
     "joined, transposed": (lambda ids, fixed, samples: flat(tf.transpose(with_first(ids))), Origin.COUPLED),
