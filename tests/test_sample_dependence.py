@@ -232,6 +232,15 @@ def test_a_length_is_what_the_arithmetic_of_strides_says() -> None:
     assert axes(lambda x: tf.nn.max_pool1d(strided(x), 2, 2, "VALID")) == [(BATCH, 1), (LENGTH, 4), (FIXED, 4)]
 
 
+def test_a_loss_does_not_read_a_length_behind_a_loop_of_the_whole_batch() -> None:
+    def share(x: tf.Tensor) -> tf.Tensor:
+        length = tf.shape(tf.map_fn(tf.tanh, x))[1]
+        return tf.divide(tf.reduce_sum(x), tf.reduce_sum(x) * tf.cast(length, tf.float32), name="part")
+
+    dependence = sample_dependence(traced(share, 20), frozenset({"part", "y"}))
+    assert dependence is not None and not dependence.wholes
+
+
 def test_without_a_batch_at_hand_nothing_is_made_up() -> None:
     assert axes(strided, None) == [(BATCH, 1), (UNKNOWN, None), (FIXED, 4)]
     assert axes(lambda x: tf.reshape(x, (-1, 2)), None) == [(UNKNOWN, None), (FIXED, 2)]
