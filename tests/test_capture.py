@@ -121,18 +121,24 @@ def test_ignored_classes_divide_by_what_is_left_of_the_whole_batch() -> None:
     check(lambda: mlp(loss=loss()), ["first"], (X, LABELS, None))
 
 
-def test_masked_time_steps_divide_by_the_valid_ones_of_the_whole_batch() -> None:
+@pytest.mark.parametrize(
+    ("steps", "reduction", "weights"),
+    [(5, "sum_over_batch_size", None), (1, "mean_with_sample_weight", rng.uniform(0.1, 3.0, size=(11, 1)))],
+)
+def test_masked_time_steps_divide_by_the_valid_ones_of_the_whole_batch(
+    steps: int, reduction: str, weights: np.ndarray | None
+) -> None:
     def build() -> keras.Model:
-        tokens = keras.Input((5,), dtype="int32")
+        tokens = keras.Input((steps,), dtype="int32")
         x = layers.Embedding(6, 3, mask_zero=True, name="embedding")(tokens)
         x = layers.Dense(4, activation="tanh", name="hidden")(x)
         model = keras.Model(tokens, layers.Dense(2, name="last")(x))
-        model.compile(keras.optimizers.Adam(1e-2), "mse")
+        model.compile(keras.optimizers.Adam(1e-2), keras.losses.MeanSquaredError(reduction=reduction))
         return model
 
-    tokens = rng.integers(0, 6, size=(11, 5)).astype("int32")
-    tokens[np.arange(5) >= rng.integers(1, 6, size=(11, 1))] = 0
-    check(build, ["embedding"], (tokens, rng.normal(size=(11, 5, 2)), None))
+    tokens = rng.integers(0, 6, size=(11, steps)).astype("int32")
+    tokens[np.arange(steps) >= rng.integers(1, 6, size=(11, 1))] = 0
+    check(build, ["embedding"], (tokens, rng.normal(size=(11, steps, 2)), weights))
 
 
 # ---- state and random draws

@@ -121,6 +121,7 @@ MIXING: dict[NoteKind, dict[str, Callable[[Any], Any]]] = {
         "cropped_by_places": lambda x: pooled(tf.gather(x, tf.range(longest(x)), axis=1)),
         "a_mask_as_wide_as_the_longest": lambda x: x + pooled(tf.cast(tf.sequence_mask(count(x)), x.dtype)),
         "the_length_of_the_crop": lambda x: x / tf.cast(tf.shape(x[:, : longest(x)])[1], x.dtype),
+        "the_length_of_a_list": lambda x: x / tf.cast(tf.shape(tf.map_fn(tf.tanh, tf.transpose(crop(x))))[0], x.dtype),
         "one_after_the_other_in_the_crop": lambda x: (
             x * tf.scan(lambda a, v: 0.5 * a + v, tf.transpose(x[:, : longest(x)]))[-1][:, None]
         ),

@@ -212,11 +212,12 @@ def predicting(step: Callable[[keras.Model, Any], Any]) -> Callable[[], keras.Mo
 
 
 def test_predictions_by_a_step_of_the_models_own() -> None:
-    """Scaled inputs, classes beside scores; training has nothing of it."""
+    """Scaled inputs, classes and values of unknown rank beside scores; training has nothing of it."""
 
     def step(model: keras.Model, x: Any) -> Any:
         scores = model(x / 2.0, training=False)
-        return {"scores": tf.nn.softmax(scores), "class": tf.argmax(scores, -1)}
+        absolute = tf.numpy_function(np.abs, [scores], tf.float32)
+        return {"scores": tf.nn.softmax(scores), "class": tf.argmax(scores, -1), "absolute": absolute}
 
     model, plain = pair(predicting(step))
     pipelined = pipeline(model, ["first"], (2, 1), 2, 8)
@@ -225,6 +226,7 @@ def test_predictions_by_a_step_of_the_models_own() -> None:
         own, other = pipelined.predict(given, verbose=0), plain.predict(given, verbose=0)
         np.testing.assert_allclose(own["scores"], other["scores"], rtol=1e-6)
         np.testing.assert_array_equal(own["class"], other["class"])
+        np.testing.assert_allclose(own["absolute"], other["absolute"], rtol=1e-5)
     assert np.isfinite(pipelined.train_on_batch(X[:8], Y[:8]))
 
 

@@ -157,8 +157,8 @@ def test_stages_on_gpus_take_seeds_and_rows_of_tables_from_their_hosts() -> None
     model = compiled(ids, keras.layers.Dropout(0.5, seed=1, name="drop")(h))
     program = captured(model, np.zeros((4, 3), "int32"), np.zeros((4, 3, 2), "float32"))
     built = apply(program, AssignStages(), BuildForward(), BuildBackward())
-    (stage,) = apply(built, Partition(StageForm("boundary", samples=4, on_gpu=True))).stages
-    assert stage.integers is not None
+    (stage,) = apply(built, Partition(StageForm("boundary", samples=4, on_gpu=True, jit_compile=True))).stages
+    assert stage.integers is not None and "_XlaMustCompile" not in stage.integers.function.attr
     sources = {program.roles.inputs[0], program.roles.slice.number}
     sources |= {v.value for v in program.roles.variables if v.is_counter}
     assert {value.ref for value in stage.integers.inputs} == sources

@@ -36,7 +36,7 @@ from dapple_tf.planning.moves import (
     modes_on,
     recomputing_by_stage,
 )
-from dapple_tf.planning.plan_reasons import shape
+from dapple_tf.planning.plan_reasons import shape, single_device_seconds
 from dapple_tf.planning.plan_request import DAPPLE_POLICIES, FEATURES, NAMES, PlanRequest, restraints
 from dapple_tf.planning.planner import plan
 from dapple_tf.planning.pool import Choice
@@ -368,7 +368,10 @@ def test_the_table_tells_the_choice_and_its_reasons() -> None:
         assert part in text
     assert "takes once" not in text
     assert sum(stage.share for stage in report(chosen).stages) == pytest.approx(1)
-    small = str(plan(dataclasses.replace(profile_of(parameters=1000), step_seconds=100.0), cluster_of(2), 8))
+    light = profile_of(parameters=1000)
+    slow = dataclasses.replace(light, step_seconds=100.0)
+    assert single_device_seconds(slow, 8) == pytest.approx(100 + single_device_seconds(light, 8))
+    small = str(plan(slow, cluster_of(2), 8))
     assert "MiB" in small and "GiB" not in small, "memory was 4.5e-05 GiB"
     assert "critical path: what a step takes once 100%" in small
 

@@ -93,6 +93,13 @@ def test_only_lines_that_mean_nothing_are_left_out(capfd: pytest.CaptureFixture[
     assert "profiler_session" not in shown and "xplane" not in shown and shown.endswith("after\n")
 
 
+def test_progress_is_shown_at_once(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", sys.__stderr__)
+    with without_noise():
+        print("1/3", file=sys.stderr)
+        assert capfd.readouterr().err == "1/3\n"
+
+
 def test_what_was_written_is_shown_after_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="lost"), without_noise():
         os.write(2, NOISE + b"why it failed\n")

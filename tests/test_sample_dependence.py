@@ -71,9 +71,18 @@ SPREADS: dict[str, tuple[Callable[[Any, Any], Any], Spread]] = {
         lambda x, w: tf.reduce_sum(x) / tf.cast(tf.size(x), tf.float32),
         Spread(varies=True),
     ),
+    "a sum over a number from a list of sizes": (
+        lambda x, w: tf.reduce_sum(x) / tf.cast(tf.gather(tf.concat([[5], tf.shape(x)[:1]], 0), 1), tf.float32),
+        Spread(varies=True),
+    ),
     "a mean behind a loop": (lambda x, w: mean_by_size(behind_a_loop(x, w)), Spread(varies=True, known=False)),
     "a mean behind Python code": (lambda x, w: mean_by_size(behind_python(x, w)), Spread(varies=True, known=False)),
     "the largest": (lambda x, w: tf.reduce_max(x), Spread(varies=True, linear=False, extreme="Max")),
+    "twice the largest": (lambda x, w: 2.0 * tf.reduce_max(x), Spread(varies=True, linear=False, extreme="Max")),
+    "two batches, looked up by place": (
+        lambda x, w: tf.gather(tf.concat([x, x + 1], 0), tf.range(2 * tf.shape(x)[0])),
+        Spread(0, outer=2, varies=True),
+    ),
     "the first of two batches": (
         lambda x, w: tf.concat([x, x + 1], 0)[: tf.shape(x)[0]],
         Spread(0, varies=True),
@@ -221,6 +230,15 @@ def strided(x: tf.Tensor) -> tf.Tensor:
 def test_a_length_is_what_the_arithmetic_of_strides_says() -> None:
     assert axes(strided) == [(BATCH, 1), (LENGTH, 9), (FIXED, 4)]
     assert axes(lambda x: tf.nn.max_pool1d(strided(x), 2, 2, "VALID")) == [(BATCH, 1), (LENGTH, 4), (FIXED, 4)]
+
+
+def test_a_loss_does_not_read_a_length_behind_a_loop_of_the_whole_batch() -> None:
+    def share(x: tf.Tensor) -> tf.Tensor:
+        length = tf.shape(tf.map_fn(tf.tanh, x))[1]
+        return tf.divide(tf.reduce_sum(x), tf.reduce_sum(x) * tf.cast(length, tf.float32), name="part")
+
+    dependence = sample_dependence(traced(share, 20), frozenset({"part", "y"}))
+    assert dependence is not None and not dependence.wholes
 
 
 def test_without_a_batch_at_hand_nothing_is_made_up() -> None:

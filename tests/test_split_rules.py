@@ -318,6 +318,7 @@ def test_formats_of_images() -> None:
     node = make_node("op", "FusedBatchNormV3", [Ref("x")] * 5, attrs={"data_format": "NCHW"})
     rules = split_rules(node, [(4, 6, 9, 9), *[(6,)] * 4], [(4, 6, 9, 9), *[(6,)] * 4, None])
     assert rules == (SplitRule("channel", 6, (1, 0, 0, 0, 0), (1, 0, 0, 0, 0, FIRST)),)
+    assert split_rules(make_node("op", "Sum", [Ref("x"), Ref("axes")]), [(4, 6), (1,)], [None]) == ()
     node = make_node("op", "MaxPool", [Ref("x")], attrs={"data_format": "NCHW"})
     node.attr["ksize"].list.i.extend([1, 1, 2, 2])
     assert rule(split_rules(node, [(4, 6, 9, 9)], [(4, 6, 4, 4)]), "channel").output_axes == (1,)
