@@ -26,24 +26,10 @@ from dapple_tf.frontend.capture import Mode, capture
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.schedules.schedules import make_schedule
 from graph_passes.ir.collectives import AllReduceRules
-from graph_passes.ir.graph import (
-    Builder,
-    GraphDef,
-    NodeDef,
-    Ref,
-    dtype_attr,
-)
+from graph_passes.ir.graph import Builder, GraphDef, NodeDef, Ref, dtype_attr
 from graph_passes.ir.group_update import Captured, GroupUpdate
 from graph_passes.ir.outline import call_node, placeholder
-from graph_passes.ir.program import (
-    Layout,
-    Program,
-    Step,
-    Value,
-    ValueKind,
-    Variable,
-    VariableKind,
-)
+from graph_passes.ir.program import Layout, Program, Step, Value, ValueKind, Variable, VariableKind
 from graph_passes.ir.storage import load_function, merge_library
 from graph_passes.ir.tasks import Phase, Schedule, Task
 from graph_passes.ir.tensorflow_bridge import empty_graph

@@ -4,18 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from programs import (
-    apply,
-    connected,
-    layout,
-    node,
-    show_changes,
-    staged,
-    stateful_layers,
-    step_of,
-    task,
-    two_stages,
-)
+from programs import apply, connected, layout, node, show_changes, staged, stateful_layers, step_of, task, two_stages
 
 from graph_passes.ir.graph import Ref, data_inputs
 from graph_passes.ir.program import Value

@@ -7,14 +7,7 @@ from collections.abc import Callable
 import pytest
 import tensorflow as tf
 from program_text import read_program
-from programs import (
-    GRADIENT,
-    apply,
-    embedding,
-    show_changes,
-    stateful_layers,
-    two_layers,
-)
+from programs import GRADIENT, apply, embedding, show_changes, stateful_layers, two_layers
 
 from graph_passes.ir.graph import Ref
 from graph_passes.ir.program import Program, Stage, ValueKind

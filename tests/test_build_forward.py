@@ -6,13 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from program_text import read_program
-from programs import (
-    apply,
-    copied,
-    node,
-    stateful_layers,
-    two_layers,
-)
+from programs import apply, copied, node, stateful_layers, two_layers
 
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import Graph, Ref

@@ -8,31 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import pytest
 from flat_programs import Steps, assert_same_training
-from programs import (
-    FLOAT,
-    HOST,
-    apply,
-    layout,
-    node,
-    staged,
-    stateful_layers,
-    step_of,
-    updated,
-)
+from programs import FLOAT, HOST, apply, layout, node, staged, stateful_layers, step_of, updated
 from step_programs import Case, complete, plan
 
 from graph_passes.errors import PassError
 from graph_passes.ir.call_order import CALLS
-from graph_passes.ir.graph import (
-    CALL_ATTR,
-    LAYER_ATTR,
-    Builder,
-    Graph,
-    GraphDef,
-    Ref,
-    control_inputs,
-    make_node,
-)
+from graph_passes.ir.graph import CALL_ATTR, LAYER_ATTR, Builder, Graph, GraphDef, Ref, control_inputs, make_node
 from graph_passes.ir.outline import call_node, outline, placeholder
 from graph_passes.ir.program import Layout, Program, Roles, Slice, Step
 from graph_passes.ir.storage import assign, merge_library, read

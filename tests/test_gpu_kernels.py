@@ -21,15 +21,7 @@ from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.models import gpt
 from dapple_tf.tools import command, dump_graph
 from dapple_tf.tools import plan as plan_tool
-from graph_passes.analysis.device_kernels import (
-    ON_CPU,
-    REFUSED,
-    SHARED,
-    TO_HOST,
-    UNORDERED,
-    UNPLACED,
-    gpu_report,
-)
+from graph_passes.analysis.device_kernels import ON_CPU, REFUSED, SHARED, TO_HOST, UNORDERED, UNPLACED, gpu_report
 from graph_passes.ir.collectives import HINT_ATTR
 from graph_passes.ir.graph import COMPILED_ATTR, Builder, Graph, NodeDef, Ref, control_inputs, dtype_attr
 from graph_passes.ir.kernels import knows_gpus

@@ -15,15 +15,7 @@ import pytest
 from workers import _workers_start_fast, has_ended, wait_until  # noqa: F401 (a fixture)
 
 from dapple_tf.tools import hosts
-from dapple_tf.tools.hosts import (
-    ROOT,
-    HostsError,
-    LocalWorkers,
-    QuotaError,
-    cpu_quota,
-    environment,
-    free_ports,
-)
+from dapple_tf.tools.hosts import ROOT, HostsError, LocalWorkers, QuotaError, cpu_quota, environment, free_ports
 
 pytestmark = pytest.mark.usefixtures("_workers_start_fast")
 

@@ -9,14 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from equivalence import (
-    TOLERANCE,
-    assert_same_variables,
-    largest_difference,
-    pair,
-    pipeline,
-    use_float64,
-)
+from equivalence import TOLERANCE, assert_same_variables, largest_difference, pair, pipeline, use_float64
 from models_for_tests import Computed
 
 from dapple_tf import DataError

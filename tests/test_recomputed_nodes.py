@@ -10,15 +10,7 @@ import keras
 import numpy as np
 import pytest
 from program_text import read_program
-from programs import (
-    captured,
-    compiled,
-    dense,
-    in_float64,
-    staged,
-    stateful_layers,
-    tied_layers,
-)
+from programs import captured, compiled, dense, in_float64, staged, stateful_layers, tied_layers
 
 from dapple_tf.measuring.layers_by_operator import needed_from
 from graph_passes.ir.graph import FLOAT_DTYPES, Graph, Ref

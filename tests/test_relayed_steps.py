@@ -8,15 +8,7 @@ import keras
 import numpy as np
 import pytest
 from program_text import read_program
-from programs import (
-    FORWARD,
-    connected,
-    layout,
-    node,
-    show_changes,
-    staged,
-    step_of,
-)
+from programs import FORWARD, connected, layout, node, show_changes, staged, step_of
 
 import dapple_tf as dapple
 from graph_passes.errors import PassError

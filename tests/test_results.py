@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 
 from dapple_tf.tools import command
-from dapple_tf.tools.evaluation import (
-    claims,
-    paper_models,
-    reproduce_dapple,
-    reproduce_fd_dps,
-    reproduce_ooo,
-)
+from dapple_tf.tools.evaluation import claims, paper_models, reproduce_dapple, reproduce_fd_dps, reproduce_ooo
 from dapple_tf.tools.evaluation.claims import BETTER, NEAR, SAME, UNTOLD, WORSE, Claim
 from dapple_tf.tools.evaluation.paper_models import CONFIGS, MODELS, TABLE_6
 from dapple_tf.tools.evaluation.pipedream import Cost, pipedream, states

@@ -14,16 +14,7 @@ from equivalence import assert_trains_as_keras
 from flat_programs import Steps
 from models_for_tests import Computed
 from program_text import read_program
-from programs import (
-    apply,
-    connected,
-    layout,
-    replicated,
-    show_changes,
-    staged,
-    two_stages,
-    updated,
-)
+from programs import apply, connected, layout, replicated, show_changes, staged, two_stages, updated
 
 from graph_passes.ir.batching import split_by_shares
 from graph_passes.ir.program import Program

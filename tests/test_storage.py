@@ -11,13 +11,7 @@ from programs import FLOAT, HOST, INT32, PARAMETER, STATE, Machine, devices, run
 from graph_passes.ir.graph import Builder
 from graph_passes.ir.outline import call_node, placeholder
 from graph_passes.ir.program import Variable
-from graph_passes.ir.storage import (
-    accumulate_function,
-    join_function,
-    load_function,
-    merge_library,
-    read_function,
-)
+from graph_passes.ir.storage import accumulate_function, join_function, load_function, merge_library, read_function
 from graph_passes.ir.tensorflow_bridge import empty_graph
 
 V = Variable("v", FLOAT, (4,), PARAMETER)

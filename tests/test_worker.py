@@ -16,19 +16,7 @@ from typing import Any
 import pytest
 from absl import app, flags
 from absl.testing import flagsaver
-from workers import (
-    PATIENCE,
-    STARTS,
-    children,
-    client,
-    expect,
-    has_ended,
-    question,
-    secret_of,
-    status,
-    wait_until,
-    wish,
-)
+from workers import PATIENCE, STARTS, children, client, expect, has_ended, question, secret_of, status, wait_until, wish
 
 from dapple_tf import worker as worker_module
 from dapple_tf.clusters.serving import Lease, Machine, attend

@@ -17,11 +17,7 @@ from dapple_tf.tools import command
 from dapple_tf.tools.evaluation import zoo
 from dapple_tf.tools.evaluation.random_blocks import IMAGE, SEQUENCE, VECTOR
 from dapple_tf.tools.evaluation.random_models import Chain, compare_draw, draw
-from dapple_tf.tools.evaluation.training_comparison import (
-    compare_training,
-    largest_difference,
-    train_on_batch,
-)
+from dapple_tf.tools.evaluation.training_comparison import compare_training, largest_difference, train_on_batch
 from dapple_tf.tools.evaluation.zoo_libraries import LIBRARIES
 from dapple_tf.tools.evaluation.zoo_models import ARCHITECTURES, narrowest
 
