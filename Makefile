@@ -40,7 +40,7 @@ docs: $(STAMP)-docs ## build the site of the documentation in build/site and che
 
 pictures: $(STAMP) ## run the documents' examples, and draw their pictures and screenshots anew; needs chromium
 	$(BIN)/python -m tools.evaluation.run_document --write docs/concepts.md docs/tutorial.md docs/timelines.md docs/dumps.md
-	$(BIN)/python -m pytest tests/test_pages.py tests/test_what_if.py --screenshots=docs/pictures
+	$(BIN)/python -m pytest tests/test_what_if.py --screenshots=docs/pictures
 
 examples: $(STAMP) ## run the tutorial, and the examples that start processes of their own, some minutes
 	$(BIN)/python -m tools.evaluation.run_document docs/tutorial.md
@@ -71,8 +71,8 @@ bench: $(STAMP) ## run all benchmarks, two hours on a quiet machine; adds to doc
 	$(BENCH) --cases=torch,torch_memory --set=python=$(TORCH_PYTHON) --json=docs/results/speed.json
 	$(BENCH) --cases=planner,preparation,first_step,recompute,rewriting,memory --json=docs/results/scale.json
 
-zoo: $(STAMP)-zoo ## train keras.applications, other libraries' and random models beside plain Keras, hours; rewrites docs/zoo.md
-	$(BIN)/python -m tools.evaluation.zoo --json=docs/results/zoo.json --document=docs/zoo.md
+zoo: $(STAMP)-zoo ## train keras.applications, other libraries' and random models beside plain Keras, hours; rewrites docs/results/zoo.md
+	$(BIN)/python -m tools.evaluation.zoo --json=docs/results/zoo.json --document=docs/results/zoo.md
 
 faults: $(STAMP) ## kill, stop and cut off workers, and lose packets one way, while a model trains, four hours; needs root
 	$(BIN)/python -m tools.evaluation.soak --json=docs/results/soak.json

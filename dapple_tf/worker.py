@@ -32,7 +32,7 @@ from typing import NamedTuple, NoReturn
 
 from absl import app, flags, logging
 
-from dapple_tf.clusters.ends import End, memory_kills
+from dapple_tf.clusters.process_exit import ProcessExit, memory_kills
 from dapple_tf.clusters.serving import Machine, attend
 from dapple_tf.common.program import run_program
 from dapple_tf.describe.cluster import ClusterError, check_addresses
@@ -183,7 +183,7 @@ class Worker:
                 continue
             if ended:
                 self._children.pop(child, None)
-                end = End.of(status, 1024 * usage.ru_maxrss, memory_kills() - known.memory_kills)
+                end = ProcessExit.of(status, 1024 * usage.ru_maxrss, memory_kills() - known.memory_kills)
                 ends = self.machine.ends
                 ends[child] = end
                 if len(ends) > _MOST_ENDS:

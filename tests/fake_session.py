@@ -21,7 +21,7 @@ import tensorflow as tf
 import dapple_tf as dapple
 from dapple_tf.clusters import connection, remote_session, shared_connections
 from dapple_tf.clusters.connection import Connection
-from dapple_tf.clusters.loan import Loan
+from dapple_tf.clusters.lease import Lease
 from dapple_tf.clusters.session_graph import SessionGraph
 from dapple_tf.describe.cluster import ClusterError
 from dapple_tf.errors import UnusableWorkersError
@@ -196,8 +196,8 @@ class FakeWorkers:
         return self.faults.get(number)
 
 
-class FakeLoan(Loan):
-    """A loan of a worker in one of its lives."""
+class FakeLease(Lease):
+    """A lease of a worker in one of its lives."""
 
     def __init__(self, workers: FakeWorkers, task: int, address: str) -> None:
         super().__init__(task, address, _NoChannel(), port=1, host="here")  # type: ignore[arg-type]
@@ -225,12 +225,12 @@ class FakeConnection(Connection):
         workers.opened += 1
         super().__init__(cluster, faults)
 
-    def _borrow(self, task: int) -> Loan:
+    def _borrow(self, task: int) -> Lease:
         address = self.addresses[task]
         self.workers.meet(address)
-        return FakeLoan(self.workers, task, address)
+        return FakeLease(self.workers, task, address)
 
-    def _serve(self, leases: Sequence[Loan]) -> str:
+    def _serve(self, leases: Sequence[Lease]) -> str:
         return ""
 
     def _check_ports(self) -> None:

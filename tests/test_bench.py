@@ -261,5 +261,5 @@ def test_facts_are_about_the_machine_and_nobody() -> None:
 
 
 def test_pages_are_those_of_their_numbers() -> None:
-    page = RESULTS.parent / "zoo.md"
+    page = RESULTS / "zoo.md"
     assert page.read_text(encoding="utf-8") == zoo.document(read_results(RESULTS / "zoo.json"))

@@ -29,10 +29,10 @@ from workers import PATIENCE, children, client, expect, has_ended, serving, stat
 import dapple_tf as dapple
 from dapple_tf.clusters import client_server as client_server_module
 from dapple_tf.clusters import connection as connection_module
-from dapple_tf.clusters import ends, open_ports, remote_session, shared_connections
+from dapple_tf.clusters import open_ports, process_exit, remote_session, shared_connections
 from dapple_tf.clusters.connection import Connection
-from dapple_tf.clusters.ends import End, memory_kills
-from dapple_tf.clusters.loan import Loan
+from dapple_tf.clusters.lease import Lease
+from dapple_tf.clusters.process_exit import ProcessExit, memory_kills
 from dapple_tf.clusters.remote_session import Call, RemoteSession
 from dapple_tf.clusters.returning import Returning, check_back
 from dapple_tf.clusters.session import collective_keys
@@ -507,8 +507,8 @@ MIB = 2**20
 
 
 @contextlib.contextmanager
-def lent(pulse: Callable[[], Mapping[str, Any] | None]) -> Iterator[tuple[Loan, Channel]]:
-    """A loan whose worker answers on new connections only; and the worker's end of its own connection."""
+def lent(pulse: Callable[[], Mapping[str, Any] | None]) -> Iterator[tuple[Lease, Channel]]:
+    """A lease whose worker answers on new connections only; and the worker's end of its own connection."""
     held: list[Channel] = []
 
     def serve(connection: socket.socket) -> None:
@@ -520,30 +520,30 @@ def lent(pulse: Callable[[], Mapping[str, Any] | None]) -> Iterator[tuple[Loan, 
 
     with serving(serve) as address, contextlib.closing(Channel.connect(address, PATIENCE)) as ours:
         wait_until(lambda: held)
-        yield Loan(0, address, ours, 1, "127.0.0.1"), held[0]
+        yield Lease(0, address, ours, 1, "127.0.0.1"), held[0]
 
 
 def test_a_worker_that_answers_on_a_new_connection() -> None:
-    with lent(lambda: {"age": 0.0}) as (loan, theirs):
+    with lent(lambda: {"age": 0.0}) as (lease, theirs):
         asked = time.monotonic()
-        assert asked < loan.ping(1, SECONDS) < time.monotonic()
-        loan.ping(2, SECONDS)
+        assert asked < lease.ping(1, SECONDS) < time.monotonic()
+        lease.ping(2, SECONDS)
         # What was held up arrives in the end, and isn't taken for the answer to a later question.
         for number in (1, 2, 3):
             theirs.send({"pong": number}, PATIENCE)
         asked = time.monotonic()
-        assert loan.ping(3, PATIENCE) >= asked
+        assert lease.ping(3, PATIENCE) >= asked
 
 
 def test_a_worker_that_says_something_else() -> None:
     """Old pongs were read on and on, while nobody noticed that the worker was lost."""
-    with lent(lambda: None) as (loan, theirs):
+    with lent(lambda: None) as (lease, theirs):
         theirs.send({"pong": 1}, PATIENCE)
-        loan.ping(1, SECONDS)
+        lease.ping(1, SECONDS)
         for _ in range(1000):
             theirs.send({"pong": 1}, PATIENCE)
         with pytest.raises(ControlError, match=re.escape("was asked for 'pong' and said {'pong': 1}")):
-            loan.ping(2, PATIENCE)
+            lease.ping(2, PATIENCE)
 
 
 @pytest.mark.parametrize(
@@ -554,8 +554,8 @@ def test_a_worker_that_says_something_else() -> None:
     ],
 )
 def test_a_worker_without_a_sign_of_life(answer: Mapping[str, Any] | None, error: type[Exception], text: str) -> None:
-    with lent(lambda: answer) as (loan, _), pytest.raises(error, match=text):
-        loan.ping(1, 0.4)
+    with lent(lambda: answer) as (lease, _), pytest.raises(error, match=text):
+        lease.ping(1, 0.4)
 
 
 # ---- how a worker's process has ended
@@ -564,29 +564,29 @@ def test_a_worker_without_a_sign_of_life(answer: Mapping[str, Any] | None, error
 @pytest.mark.parametrize(
     ("status", "kills", "end"),
     [
-        (signal.SIGSEGV, 5, End("its process was ended by SIGSEGV")),
-        (signal.SIGKILL, 0, End("its process was ended by SIGKILL")),
+        (signal.SIGSEGV, 5, ProcessExit("its process was ended by SIGSEGV")),
+        (signal.SIGKILL, 0, ProcessExit("its process was ended by SIGKILL")),
         (
             signal.SIGKILL,
             1,
-            End(
+            ProcessExit(
                 "its process was ended by SIGKILL when the kernel killed 1 for lack of memory; it had up to 3.00 MiB",
                 out_of_memory=True,
             ),
         ),
     ],
 )
-def test_ends(status: int, kills: int, end: End) -> None:
-    assert End.of(int(status), 3 * MIB, kills) == end
-    assert End.parsed(end.message()) == end
-    assert End.parsed(end.message() | {"out_of_memory": 1}) is End.parsed({}) is None
+def test_ends(status: int, kills: int, end: ProcessExit) -> None:
+    assert ProcessExit.of(int(status), 3 * MIB, kills) == end
+    assert ProcessExit.parsed(end.message()) == end
+    assert ProcessExit.parsed(end.message() | {"out_of_memory": 1}) is ProcessExit.parsed({}) is None
 
 
 def test_the_kernel_s_count(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory_kills() >= 0
     counts = tmp_path / "vmstat"
     counts.write_text("pgfault 7\noom_kill 3\n")
-    monkeypatch.setattr(ends, "_COUNTS", counts)
+    monkeypatch.setattr(process_exit, "_COUNTS", counts)
     assert memory_kills() == 3
 
 

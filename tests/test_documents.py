@@ -435,11 +435,11 @@ def test_all_pages_are_laid_out(tmp_path: pathlib.Path) -> None:
         ("README.md", "index.md", "[a](docs/architecture.md#the-passes)", "[a](architecture.md#the-passes)"),
         ("README.md", "index.md", "![a](docs/pictures/what_if.png)", "![a](pictures/what_if.png)"),
         ("README.md", "index.md", "[a](docs/examples), [b](CHANGELOG.md)", "a, [b](changelog.md)"),
-        ("docs/zoo.md", "zoo.md", "[`[a]`](../README.md) [b](../tools/train.py)", "[`[a]`](index.md) b"),
+        ("docs/tools.md", "tools.md", "[`[a]`](../README.md) [b](../tools/train.py)", "[`[a]`](index.md) b"),
         ("docs/cluster.md", "cluster.md", "[a](deploy/ssh.sh)", "[a](deploy/ssh.sh.md)"),
         ("docs/results/speed.md", "results/speed.md", "[a](../cluster.md)", "[a](../cluster.md)"),
-        ("docs/zoo.md", "zoo.md", "[a](https://doi.org/1) [b](#models)", "[a](https://doi.org/1) [b](#models)"),
-        ("docs/zoo.md", "zoo.md", "`[a](b)`\n```py\n[a](b)\n```", "`[a](b)`\n```py\n[a](b)\n```"),
+        ("docs/tools.md", "tools.md", "[a](https://doi.org/1) [b](#models)", "[a](https://doi.org/1) [b](#models)"),
+        ("docs/tools.md", "tools.md", "`[a](b)`\n```py\n[a](b)\n```", "`[a](b)`\n```py\n[a](b)\n```"),
     ],
 )
 def test_links_lead_to_the_same_files(source: str, page: str, text: str, expected: str) -> None:
@@ -447,8 +447,8 @@ def test_links_lead_to_the_same_files(source: str, page: str, text: str, expecte
 
 
 def test_a_link_to_nothing_is_an_error_and_programs_are_shown_as_code() -> None:
-    with pytest.raises(pages.LinkError, match=r"^docs/zoo.md has a link to pictures/none.png, which doesn't exist$"):
-        pages.linked("![a](pictures/none.png)", "zoo.md", DOCS / "zoo.md")
+    with pytest.raises(pages.LinkError, match=r"^docs/tools.md has a link to pictures/none.png, which doesn't exist$"):
+        pages.linked("![a](pictures/none.png)", "tools.md", DOCS / "tools.md")
     assert pages.program_page("a.sh", "ls\n") == "# a.sh\n\n````bash\nls\n````\n"
     cells = [{"cell_type": "markdown", "source": ["# A\n", "b"]}, {"cell_type": "code", "source": ["c"]}]
     assert pages.program_page("a.ipynb", json.dumps({"cells": cells})) == "# A\nb\n\n````python\nc\n````\n"

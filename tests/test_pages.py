@@ -252,14 +252,11 @@ def test_data_has_every_node_and_edge() -> None:
 # ---- what is drawn
 
 
-def test_the_graph_page_draws_finds_filters_and_shows_the_same_again(
-    show: Show, picture: Callable[[Page, str], None]
-) -> None:
+def test_the_graph_page_draws_finds_filters_and_shows_the_same_again(show: Show) -> None:
     graph = example()
     page = show(graph_page(graph, title="Task graph: two stages, the first on two devices, and four micro-batches"))
     page.ask("select('1B1')")
     assert "gradient(" in page.text("#details")
-    picture(page, "graph_page.png")
     page.ask("fit()")
     page.settle()
     for value in ("total", "matching", "visible"):

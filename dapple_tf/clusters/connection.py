@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from dapple_tf.clusters.client_server import client_server
 from dapple_tf.clusters.clocks import ClockSample
-from dapple_tf.clusters.loan import Loan
+from dapple_tf.clusters.lease import Lease
 from dapple_tf.clusters.open_ports import check_ports
 from dapple_tf.clusters.remote_session import Call, RemoteSession, wait_for_former_calls
 from dapple_tf.clusters.serving import LONGEST_SILENCE
@@ -118,9 +118,9 @@ class Connection:
 
     # ---- opening
 
-    def _open(self) -> tuple[list[Loan], str]:
+    def _open(self) -> tuple[list[Lease], str]:
         """Borrows all workers and has them serve; also returns the target of sessions."""
-        leases: list[Loan] = []
+        leases: list[Lease] = []
         try:
             for_each(lambda task: leases.append(self._borrow(task)), len(self.addresses))
             leases.sort(key=lambda lease: lease.task)
@@ -130,7 +130,7 @@ class Connection:
                 lease.channel.close()
             raise
 
-    def _borrow(self, task: int) -> Loan:
+    def _borrow(self, task: int) -> Lease:
         address = self.addresses[task]
         former_port = _ports.get(address, 0)
         question = {"ask": "lease", "client": client_name(), "secret": lease_secret(address), "port": former_port}
@@ -149,9 +149,9 @@ class Connection:
                 f"the model again",
                 [task],
             )
-        return Loan(task, address, channel, port, channel.socket.getsockname()[0], self._keys)
+        return Lease(task, address, channel, port, channel.socket.getsockname()[0], self._keys)
 
-    def _serve(self, leases: Sequence[Loan]) -> str:
+    def _serve(self, leases: Sequence[Lease]) -> str:
         servers = [join_address(split_address(lease.address)[0], lease.port) for lease in leases]
         for task, lease in enumerate(leases):
             if servers.index(servers[task]) < task:  # Workers of one machine were handed the same free port.
@@ -236,7 +236,7 @@ class Connection:
 
     # ---- watching
 
-    def _watch(self, lease: Loan) -> None:
+    def _watch(self, lease: Lease) -> None:
         """Pings a worker until the connection is closed or the worker is lost."""
         number = 0
         try:
@@ -273,7 +273,7 @@ class Connection:
         """
         return self._ask_all(lambda lease: lease.ask_time(_TIME * self.notice_seconds))
 
-    def _ask_all(self, ask: Callable[[Loan], _T]) -> dict[int, _T]:
+    def _ask_all(self, ask: Callable[[Lease], _T]) -> dict[int, _T]:
         """Has all watchers ask their workers something; returns worker number -> its answer.
 
         Raises:

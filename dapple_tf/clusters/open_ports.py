@@ -6,7 +6,7 @@ import collections
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dapple_tf.clusters.loan import Loan
+from dapple_tf.clusters.lease import Lease
 from dapple_tf.describe.cluster import ClusterError
 from dapple_tf.errors import UnusableWorkersError
 from dapple_tf.network.inquiry import for_each, garbled
@@ -31,7 +31,7 @@ class _Way(NamedTuple):
 
 def check_ports(
     addresses: Sequence[str],
-    ask_all: Callable[[Callable[[Loan], dict[str, Any]]], Mapping[int, Mapping[str, Any]]],
+    ask_all: Callable[[Callable[[Lease], dict[str, Any]]], Mapping[int, Mapping[str, Any]]],
     servers: Mapping[str, str],
     clients: Sequence[str],
     seconds: float,
@@ -58,7 +58,7 @@ def check_ports(
         if here:
             answers[_CLIENT] = {"unreachable": unreachable(servers, knocking)}
         else:
-            answers.update(ask_all(lambda loan: loan.knock(knocking, seconds)))
+            answers.update(ask_all(lambda lease: lease.knock(knocking, seconds)))
 
     # All at once: who knocks at a server that doesn't answer waits for the whole time.
     for_each(knock, 2)

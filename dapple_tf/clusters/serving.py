@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from absl import logging
 
-from dapple_tf.clusters.ends import End
+from dapple_tf.clusters.process_exit import ProcessExit
 from dapple_tf.clusters.server_definition import ServerSettings, serialized
 from dapple_tf.clusters.tensorflow_library import LibraryError, Server, load
 from dapple_tf.describe.cluster import ClusterError, check_addresses
@@ -162,7 +162,7 @@ class Machine:
     keys: Keys | None = None
     report: MachineReport = dataclasses.field(default_factory=MachineReport)
     lease: Lease = dataclasses.field(default_factory=Lease)
-    ends: dict[int, End] = dataclasses.field(default_factory=dict)
+    ends: dict[int, ProcessExit] = dataclasses.field(default_factory=dict)
 
     def inventory(self) -> list[dict[str, Any]]:
         """Returns kind, memory and hardware of each device, and the card of GPUs."""

@@ -220,7 +220,7 @@ class Runtime:
                         others.setdefault(id(watcher), (watcher, []))[1].append(variable)
             self._others = list(others.values())
 
-    def looked_at(self, variables: Sequence[tf.Variable]) -> None:
+    def on_read(self, variables: Sequence[tf.Variable]) -> None:
         """Brings the newest values of variables into the model before they are read or assigned.
 
         Raises:
@@ -243,7 +243,7 @@ class Runtime:
             self._watch()
         with untold(self):
             for watcher, variables in self._others:
-                watcher.looked_at(variables)
+                watcher.on_read(variables)
                 self.values.doubt()
 
     def load(self) -> None:
@@ -331,7 +331,7 @@ class Runtime:
         self._note_checkpoint()
         return result
 
-    def make_safe(self) -> None:
+    def sync_if_due(self) -> None:
         """Syncs the values if there are many batches, or some seconds, since they were safe."""
         began = time.monotonic()
         longest = max(_LONG_SECONDS, self._sync_seconds / _SYNC_SHARE)

@@ -517,7 +517,7 @@ class Training(ModelFront):
                 f"the loss of step {self._runtime.steps} is {result.loss}; {self._runtime.kept}. Lower the learning "
                 f"rate, clip gradients, or go on as Keras does, with transform(..., on_non_finite_loss='continue')"
             )
-        self._runtime.make_safe()
+        self._runtime.sync_if_due()
         return result
 
     def _followed(self, result: StepResult, *, sampled: bool) -> None:

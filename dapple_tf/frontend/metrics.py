@@ -50,7 +50,7 @@ class RunningMetrics:
             unwatch([own for _, own in self._watched.values()], self)
             self._watched.clear()
 
-    def looked_at(self, variables: Sequence[tf.Variable]) -> None:
+    def on_read(self, variables: Sequence[tf.Variable]) -> None:
         """Assigns the newest values to variables that somebody is about to read or assign."""
         used = {id(own) for own in variables}
         if not any(id(self._watched[key][1]) in used for key in list(self._known)):

@@ -26,7 +26,7 @@ _WATCHERS = "_dapple_watchers"
 class Watcher(Protocol):
     """An observer of variables."""
 
-    def looked_at(self, variables: Sequence[tf.Variable]) -> None:
+    def on_read(self, variables: Sequence[tf.Variable]) -> None:
         """Runs before these variables are read or assigned."""
 
 
@@ -137,7 +137,7 @@ def _tell(variables: Iterable[tf.Variable]) -> None:
                 told.setdefault(id(watcher), (watcher, []))[1].append(variable)
     if told and tf.executing_eagerly():
         for watcher, own in told.values():
-            watcher.looked_at(own)
+            watcher.on_read(own)
 
 
 class _Captured:

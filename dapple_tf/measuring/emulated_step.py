@@ -76,7 +76,7 @@ class EmulatedStep:
             self.end = self._add_end(used[0])
 
     def _in_order(self, simulated: Simulation) -> list[int]:
-        """Returns all activities, each after what it waits for and after the previous work of its device."""
+        """Returns all activities, each after its inputs and its device's previous work."""
         step, order = self.step, []
         phases = {phase.value: phase for phase in Phase}
         updates = {
@@ -188,7 +188,7 @@ class EmulatedStep:
                 after, tensors, control, done = self.made[number].waits, [*self.made[number].tensors], [], part
 
     def _add_message(self, number: int, activity: Activity) -> None:
-        """Adds what is sent to another slice, or a look-up of rows, which depends on no tensor."""
+        """Adds a message to another slice, or a look-up of rows, which depends on no tensor."""
         receiver = number + self.step.after[number][0]
         before = self._before(number)
         assert activity.device is not None
@@ -220,7 +220,7 @@ class EmulatedStep:
             self.made[number] = self._node(wait, [tensor], _ops(before))
 
     def _add_relay(self, number: int, activity: Activity) -> None:
-        """Adds a relay's slice: what has come over its leg, or the sum of its own gradient and those that have come."""
+        """Adds a relay's slice: its leg's parts, or the sum of its own and returned gradients."""
         own = [
             self.made[other]
             for other in self.inputs[number]
@@ -272,7 +272,7 @@ class EmulatedStep:
             self.ends.append(made)
 
     def _gradient(self, number: int, device: int, stages: Sequence[int]) -> tf.Tensor:
-        """Returns a device's sum over all samples of stages, in what is to be reduced."""
+        """Returns a device's sum over all samples of stages, the gradient of the reduction."""
         parts = []
         for task in self.step.schedule.orders[device]:
             if task.stage in stages and task.phase in _GRADIENTS:

@@ -7,9 +7,9 @@
 Every architecture of keras.applications and of keras_hub that `zoo_models` knows trains in two stages, two
 replicas and one, with 2 and 3 micro-batches, by Adam, AdamW with ``global_clipnorm`` and SGD, three steps each, in
 float64 where plain Keras can; those of `zoo_libraries` train with their own losses by Adam, and are skipped where their
-library isn't installed. Random models, and plans that mix all levels, come from `random_models`. docs/zoo.md, written
-by ``--document`` from the numbers of ``--json``, explains the columns. The exit code is 1 if anything differs without a
-reason that `transform` has given.
+library isn't installed. Random models, and plans that mix all levels, come from `random_models`. docs/results/zoo.md,
+written by ``--document`` from the numbers of ``--json``, explains the columns. The exit code is 1 if anything differs
+without a reason that `transform` has given.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ _DRAW_HEADS = ("seed", "model and plan", "verdict", "difference", "what was told
 
 
 def document(results: Mapping[str, Any]) -> str:
-    """Returns docs/zoo.md: the trained models, and the results."""
+    """Returns docs/results/zoo.md: the trained models, and the results."""
     rows = [row for name, entry in results.items() if name.startswith("zoo ") for row in entry["records"]]
     drawn = results.get("draws", {"records": [], "commit": "none"})
     draws = sorted(drawn["records"], key=lambda row: row["seed"])

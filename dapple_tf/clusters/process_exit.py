@@ -14,7 +14,7 @@ from dapple_tf.common.units import bytes_text
 _COUNTS = Path("/proc/vmstat")
 
 
-class End(NamedTuple):
+class ProcessExit(NamedTuple):
     """The end of a process.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""The loan of one worker's devices, and what this process asks the worker as long as it lasts."""
+"""The lease of one worker's devices, and what this process asks the worker as long as it lasts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dapple_tf.clusters.clocks import ClockSample
-from dapple_tf.clusters.ends import End
+from dapple_tf.clusters.process_exit import ProcessExit
 from dapple_tf.network.control import PROTOCOL, Channel, ControlError, SilentError
 from dapple_tf.network.inquiry import lease_secret
 from dapple_tf.network.keys import Keys
@@ -26,8 +26,8 @@ _AGAIN_SECONDS = 0.05
 
 
 @dataclasses.dataclass
-class Loan:
-    """The loan of one worker's devices.
+class Lease:
+    """The lease of one worker's devices.
 
     Attributes:
         task: number of the worker.
@@ -49,7 +49,7 @@ class Loan:
     keys: Keys | None = None
     process: int = 0
     confirmed: float = 0.0
-    questions: collections.deque[Callable[[Loan], object]] = dataclasses.field(default_factory=collections.deque)
+    questions: collections.deque[Callable[[Lease], object]] = dataclasses.field(default_factory=collections.deque)
     _expected: collections.deque[tuple[str, int | None]] = dataclasses.field(default_factory=collections.deque)
 
     def ping(self, number: int, seconds: float) -> float:
@@ -97,20 +97,20 @@ class Loan:
                 answer = self._ask_pulse(channel, at_most(_ANSWER))
         except ControlError:
             return None
-        if (end := End.parsed(answer)) is not None:
+        if (end := ProcessExit.parsed(answer)) is not None:
             raise ControlError(end.text)
         if "error" in answer:
             raise ControlError(str(answer["error"]))
         age = answer.get("age")
         return asked - age if type(age) is float else None
 
-    def end(self, seconds: float) -> End | None:
+    def end(self, seconds: float) -> ProcessExit | None:
         """Asks the worker on a new connection how its process for this one has ended; None if it doesn't know."""
         deadline = time.monotonic() + seconds
         with contextlib.suppress(ControlError):
             while (left := deadline - time.monotonic()) > 0:
                 with contextlib.closing(Channel.connect(self.address, left, self.keys)) as channel:
-                    if (end := End.parsed(self._ask_pulse(channel, left))) is not None:
+                    if (end := ProcessExit.parsed(self._ask_pulse(channel, left))) is not None:
                         return end
                 time.sleep(_AGAIN_SECONDS)  # Its connections are closed a moment before the process has ended.
         return None
