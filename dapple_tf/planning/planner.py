@@ -232,7 +232,7 @@ class _Found(NamedTuple):
 
 
 class _Planner:
-    """One search: DAPPLE's candidates by formula, what climbing from them finds, and what is derived from the best.
+    """One search: DAPPLE's candidates by formula, climbing from them, and plans derived from the best.
 
     Attributes:
         pool: the simulated plans.

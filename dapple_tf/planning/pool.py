@@ -172,7 +172,7 @@ class PlanPool:
     # ---- simulation
 
     def all(self, plans: Iterable[Plan]) -> list[Choice]:
-        """Simulates plans; returns those that fit and aren't certainly too slow."""
+        """Simulates plans; returns the choices that fit and may be fast."""
         return [choice for plan in plans if (choice := self.simulate(plan)) is not None]
 
     def simulate(self, plan: Plan, *, certainly: bool = False, share: float = 1.0) -> Choice | None:
