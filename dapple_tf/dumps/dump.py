@@ -343,7 +343,10 @@ class _Writer:
         page.write_text(graph_page(graph, title=title), encoding="utf-8")
         entries = [self.entry(page, f"the task graph, {len(graph.nodes):,} nodes: zoom, filter and click in a browser")]
         if len(graph.nodes) > _MOST_DRAWN:
-            return [*entries, Entry("", f"There is no graph.svg: it is drawn for at most {_MOST_DRAWN:,} nodes.")]
+            return [
+                *entries,
+                Entry("", f"There is no graph.svg: {len(graph.nodes):,} nodes, drawn are at most {_MOST_DRAWN:,}."),
+            ]
         picture.write_text(graph_svg(graph, title=title), encoding="utf-8")
         return [*entries, self.entry(picture, "the same, a picture")]
 

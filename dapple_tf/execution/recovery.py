@@ -24,7 +24,7 @@ from dapple_tf.network.inquiry import inventory, reachable
 logger = logging.getLogger(__name__)
 
 Base = Mapping[str, tf.Tensor] | Path
-"""Values that are safe from faults: the last agreed ones, or a checkpoint."""
+"""Values for a restart: the last on which devices and model agreed, or a checkpoint."""
 
 _PAUSE_SECONDS = 0.5
 _REPORT_SECONDS = 10.0

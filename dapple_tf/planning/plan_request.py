@@ -40,7 +40,7 @@ _MOST_MICRO_BATCHES = 64
 FOUND_LAST: Mapping[str, Any] = {"backward_cuts": (), "all_reduce": "flat", "relays": ()}
 """Options that the planner finds when the rest of a plan is known, as they are before."""
 FOUND_AGAIN: Mapping[str, Any] = {**FOUND_LAST, "shares": None}
-"""The same, and options that are found again for other stages or devices (`PlanRequest.shared`)."""
+"""Options to find anew for other stages or devices: `FOUND_LAST` and shares (`PlanRequest.shared`)."""
 Changes = Mapping[str, Any]
 """The options of a plan that a move changes, as `Plan.with_options` takes them."""
 Move = Callable[[Plan, "PlanRequest"], Iterable[Changes]]

@@ -18,7 +18,7 @@ from graph_passes.ir.tasks import Phase, Schedule, Task, piece_order
 
 APPLY = "apply"
 JOIN = ""
-"""Kind of what takes no time: messages within a device, a relay's slice that is complete, updates without costs."""
+"""Kind of activities without time: messages within a device, complete slices of relays, updates without costs."""
 
 F, B, BX, BW = Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
 

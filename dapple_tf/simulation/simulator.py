@@ -167,7 +167,7 @@ def tried(costs: CostModel, limit: float = math.inf) -> Trial:
 
 
 class _Step:
-    """The state of a step that is being simulated: its activities, event by event; `run` does it."""
+    """State of a simulated step; `run` runs its activities, event by event."""
 
     def __init__(self, graph: ActivityGraph, limit: float = math.inf) -> None:
         self.graph = graph

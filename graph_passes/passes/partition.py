@@ -44,7 +44,7 @@ _CUDNN = frozenset({"CudnnRNNV3", "CudnnRNNBackpropV3"})
 
 @dataclasses.dataclass(frozen=True)
 class StageForm:
-    """What the functions of a stage are made for.
+    """Options of a stage's functions.
 
     Attributes:
         recompute: ``none`` keeps every residual; ``boundary`` keeps only the stage's inputs and computes the rest again
@@ -97,7 +97,7 @@ class Partition:
     as partial results. Whether a weight is used once or several times makes no difference.
 
     Attributes:
-        forms: what the functions are made for: one for all stages, or one for each.
+        forms: options of the functions: one for all stages, or one for each.
         training: whether stages have a B; without gradients of its own a stage's B is empty.
         prefix: start of the functions' names: unique in the library.
         counted: whether to count the bytes that stages keep, which only ``min_cut`` needs itself.
