@@ -81,7 +81,8 @@ MISTAKES: dict[Any, list[tuple[list[str], str]]] = {
     measure_links: [
         ([], "which workers? Give --addresses=host:port"),
         (["--local=1", "--addresses=a:1"], "exclude each other"),
-        (["--addresses=127.0.0.1:1"], "worker 0 (127.0.0.1:1) can't be reached"),
+        # Not port 1, where a server of test_worker.py's orders stays.
+        (["--addresses=127.0.0.1:2"], "worker 0 (127.0.0.1:2) can't be reached"),
     ],
     make_data: [
         ([], "give one of --images, --text, --check, --sample"),
