@@ -15,7 +15,7 @@ from models_for_tests import ATTACHED, assert_close, classifier, layers, plan, s
 
 import dapple_tf as dapple
 from dapple_tf.describe.layer_profile import Cost, LayerProfile
-from dapple_tf.frontend.empty_data import check_has_batches
+from dapple_tf.frontend.batch_sizes import check_has_batches
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*Your input ran out of data:UserWarning"),

@@ -45,9 +45,8 @@ from dapple_tf.execution.terminal import beside_progress_bar
 from dapple_tf.front.argument_checks import check_cuts
 from dapple_tf.frontend.attachment import Hooks, Sync, attached, behind, entered
 from dapple_tf.frontend.batch import Batch, Batches, BatchSpec
-from dapple_tf.frontend.batch_sizes import BatchSizes
+from dapple_tf.frontend.batch_sizes import BatchSizes, Predicted, check_has_batches, no_batch
 from dapple_tf.frontend.capture import Mode, check_model
-from dapple_tf.frontend.empty_data import Predicted, check_has_batches, no_batch
 from dapple_tf.frontend.initialization import materialize
 from dapple_tf.frontend.metrics import in_order
 from dapple_tf.frontend.model_front import ModelFront, in_one_thread

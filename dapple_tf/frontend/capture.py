@@ -29,7 +29,6 @@ from dapple_tf.frontend.batch import BatchSpec, Leaf, Shape, spec_of
 from dapple_tf.frontend.captured_graph import paths_of_nodes, pruned, without_captures
 from dapple_tf.frontend.custom_gradients import custom_gradients, gradients_of_variables, write_gradients
 from dapple_tf.frontend.functional import outputs_as_declared
-from dapple_tf.frontend.functions import functions_traced
 from dapple_tf.frontend.host_part import CapturedProgram, split_host_part, tables_of
 from dapple_tf.frontend.layer_calls import LayerCalls
 from dapple_tf.frontend.losses import GlobalNormalizers
@@ -39,9 +38,8 @@ from dapple_tf.frontend.own_steps import own_losses, own_steps, predicted, run_o
 from dapple_tf.frontend.patching import replaced
 from dapple_tf.frontend.py_functions import own_gradients
 from dapple_tf.frontend.replica_sums import ReplicaSums
-from dapple_tf.frontend.step_logs import StepLogs
-from dapple_tf.frontend.trace_scope import TraceScope
-from dapple_tf.frontend.traced_logs import OptimizerReads, TracedLogs
+from dapple_tf.frontend.step_logs import OptimizerReads, StepLogs, TracedLogs
+from dapple_tf.frontend.trace_scope import TraceScope, functions_traced
 from dapple_tf.frontend.variables import VariableTable, placeholders_of
 from graph_passes.ir.graph import FLOAT_DTYPES, Graph, Ref
 from graph_passes.ir.program import Program, Roles, Slice, Variable, VariableKind
