@@ -228,7 +228,8 @@ def test_a_slow_replica_is_told_with_the_speed_that_was_seen_and_the_gain_of_a_n
 
 def test_without_a_callback_the_tenth_step_is_traced_and_one_more_to_be_sure() -> None:
     simulation = simulate(plan(devices=[[0, 1], [2]]), PROFILE, CLUSTER)
-    monitor = StepMonitor(simulation)
+    monitor = StepMonitor()
+    monitor.expect(simulation)
     traced = []
     for number in range(1, 31):
         if monitor.due:
@@ -244,7 +245,8 @@ def test_launches_are_not_compared_with_the_prediction() -> None:
     """Every stage on GPUs was warned of, and plans were offered for made-up speeds."""
     own = plan(devices=[[0, 1], [2]])
     simulation = simulate(own, PROFILE, CLUSTER)
-    monitor = StepMonitor(simulation)
+    monitor = StepMonitor()
+    monitor.expect(simulation)
     monitor.callback = PipelineMonitor(budget=1.0)
     step = measured_as(simulation, {0: 0.01, 1: 0.01})
     step = dataclasses.replace(step, timeline=dataclasses.replace(step.timeline, name=LAUNCHES))

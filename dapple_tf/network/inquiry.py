@@ -163,8 +163,8 @@ def accepted(task: int, address: str, answer: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def for_each(function: Callable[[int], object], count: int, *, at_once: int = 64) -> None:
-    """Calls a function with 0 ... count - 1, in ``at_once`` threads; raises the first one's error once all have ended.
+def for_each(function: Callable[[int], object], count: int) -> None:
+    """Calls a function with 0 ... count - 1, in up to 64 threads; raises the first one's error once all have ended.
 
     Ctrl-C, or Python's end, doesn't wait for calls that have begun.
     """
@@ -182,7 +182,7 @@ def for_each(function: Callable[[int], object], count: int, *, at_once: int = 64
 
     for index in range(count):
         waiting.put(index)
-    threads = [threading.Thread(target=work, name="ask", daemon=True) for _ in range(min(at_once, count))]
+    threads = [threading.Thread(target=work, name="ask", daemon=True) for _ in range(min(64, count))]
     try:
         for thread in threads:
             thread.start()
