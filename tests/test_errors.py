@@ -197,9 +197,10 @@ def coupled() -> keras.Model:
 
 
 TRACED: dict[str, Callable[[], keras.Model]] = {
-    "layer 'odd' uses the value of a tensor in Python control flow (if, while, for, int())": lambda: subclassed(
+    "layer 'odd' uses the value of a tensor in Python (if, while, for, int(), numpy())": lambda: subclassed(
         Odd(lambda x: x if keras.ops.sum(x) > 0 else -x)
     ),
+    "layer 'odd' uses the value of a tensor in Python (if,": lambda: subclassed(Odd(lambda x: x * x.numpy().mean())),
     "layer 'odd' can't be traced: what is a graph?": lambda: subclassed(Odd(eager_only)),
     "layer 'odd' takes the number of samples from a static shape (x.shape[0]), where it isn't known": lambda: (
         subclassed(Odd(lambda x: keras.ops.reshape(x, (x.shape[0], 2, 2, 1))[:, :, 0, 0]))
