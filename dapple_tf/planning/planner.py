@@ -455,12 +455,12 @@ class _Planner:
 
     def _explore(self, plan: Plan) -> None:
         """Simulates a plan under the schedule that is likely to be best."""
-        choice = self.pool.simulate(dataclasses.replace(plan, schedule=self.quickest))
+        choice = self.pool.simulate(dataclasses.replace(plan, schedule=self.quickest), share=math.inf)
         # Where memory lowers K, neighbouring stages may have equal K, and then wait for each other; P_A's falls by one
         # from stage to stage.
         limited = choice is None or choice.costs.warm_up != choice.plan.warm_up_counts()
         if limited:
-            self.pool.simulate(dataclasses.replace(plan, schedule=self.leanest))
+            self.pool.simulate(dataclasses.replace(plan, schedule=self.leanest), share=math.inf)
 
     def _recompute_by_stage(self) -> None:
         """Lets stages of the best plans keep what their own memory suffices for, even if no work is left."""
