@@ -20,7 +20,7 @@ from dapple_tf.errors import CaptureError, StepError
 from dapple_tf.execution.steps_apart import StepsApart
 from dapple_tf.measuring.example_batch import ExampleBatch
 from dapple_tf.measuring.profiler import profile as measured_profile
-from dapple_tf.planning.out_of_order_plans import largest_reverse_first_k
+from dapple_tf.planning.moves import largest_reverse_first_k
 from dapple_tf.planning.plan_reasons import shape
 from dapple_tf.schedules.out_of_order import best_reverse_first_k
 from dapple_tf.simulation.cost import CostModel
