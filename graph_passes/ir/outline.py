@@ -13,6 +13,7 @@ from graph_passes.ir.graph import (
     COMPILED_ATTR,
     LAYER_ATTR,
     AttrValue,
+    Builder,
     Graph,
     NodeDef,
     Ref,
@@ -122,6 +123,22 @@ def call_node(
         call[COMPILED_ATTR] = function.attr[COMPILED_ATTR]
     op = "StatefulPartitionedCall" if signature.is_stateful else "PartitionedCall"
     return make_node(name, op, inputs, device=device, control=control, attrs={**call, **(attrs or {})})
+
+
+def add_call(
+    builder: Builder,
+    name: str,
+    function: FunctionDef,
+    inputs: Sequence[Ref],
+    *,
+    device: str,
+    control: Sequence[str] = (),
+    attrs: Mapping[str, str | int | AttrValue] | None = None,
+) -> Ref:
+    """Adds a call under a fresh name, and its function to the graph's library; returns the first result."""
+    builder.define(function)
+    name = builder.names.fresh(name)
+    return builder.append(call_node(name, function, inputs, device=device, control=control, attrs=attrs))
 
 
 def is_compiled(function: FunctionDef) -> bool:

@@ -594,9 +594,9 @@ class Step:
     accumulated: bool = False
     pending: Mapping[tuple[Task, Value], str] = dataclasses.field(default_factory=dict)
     schedule: Schedule | None = None
-    reads: Mapping[tuple[int, int], tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    shard_reads: Mapping[tuple[tuple[int, ...], str], tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    ahead: Mapping[Task, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    reads: Mapping[tuple[int, int], Sequence[str]] = dataclasses.field(default_factory=dict)
+    shard_reads: Mapping[tuple[tuple[int, ...], str], Sequence[str]] = dataclasses.field(default_factory=dict)
+    ahead: Mapping[Task, Sequence[str]] = dataclasses.field(default_factory=dict)
     feeds: Mapping[Ref, Ref] = dataclasses.field(default_factory=dict)
     taken: TakenBatch | None = None
     metric_feeds: Mapping[str, tuple[Ref, Ref]] = dataclasses.field(default_factory=dict)
