@@ -142,6 +142,11 @@ def control_inputs(node: NodeDef) -> list[str]:
     return [text[1:] for text in node.input if text.startswith("^")]
 
 
+def set_inputs(node: NodeDef, refs: Iterable[Ref], waits: Iterable[str] = ()) -> None:
+    """Replaces the tensors that a node reads, and the nodes that it waits for."""
+    node.input[:] = [*map(str, refs), *(f"^{waited}" for waited in dict.fromkeys(waits))]
+
+
 def layer_or_node(node: NodeDef) -> str:
     """Returns the layer that made a node, for messages; the node itself if it is none's."""
     layer = node.attr[LAYER_ATTR].s.decode() if LAYER_ATTR in node.attr else ""
@@ -315,8 +320,7 @@ def make_node(
 ) -> NodeDef:
     """Returns a NodeDef. ``attrs`` holds Python values or AttrValues."""
     node = NodeDef(name=name, op=op, device=device)
-    node.input.extend(str(ref) for ref in inputs)
-    node.input.extend(f"^{waited}" for waited in dict.fromkeys(control))
+    set_inputs(node, inputs, control)
     for key, value in (attrs or {}).items():
         node.attr[key].CopyFrom(attr(value))
     return node

@@ -74,8 +74,8 @@ def outline(
         if original.op == "Placeholder":
             raise PassError(f"function {name!r} needs placeholder {node_name!r}, which is not among its inputs")
         stateful |= is_stateful(original.op)
-        node = function.node_def.add()
-        node.CopyFrom(original)
+        function.node_def.append(original)
+        node = function.node_def[-1]
         node.attr.pop(COLOCATION, None)
         node.device = ""
         del node.input[:]
@@ -169,9 +169,8 @@ def compiled(function: FunctionDef) -> tuple[FunctionDef, FunctionDef]:
     given = {node.name: arguments[node.attr["shared_name"].s] for node in made}
     for node in function.node_def:
         if node.name not in given:
-            kept = inner.node_def.add()
-            kept.CopyFrom(node)
-            kept.input[:] = [
+            inner.node_def.append(node)
+            inner.node_def[-1].input[:] = [
                 given.get(name.partition(":")[0], name) for name in node.input if name.removeprefix("^") not in given
             ]
     for argument in arguments.values():

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from tensorflow.core.framework import types_pb2
@@ -610,10 +611,25 @@ class Step:
     hosts: frozenset[str] = frozenset()
 
     @property
+    def results(self) -> list[Ref]:
+        """The tensors that every run of it may fetch: but for gradients, which are fetched in place of training."""
+        several = [*self.outputs, *self.metric_results.values()]
+        return [*(() if self.loss is None else (self.loss,)), *itertools.chain.from_iterable(several)]
+
+    def moved(self, now: Callable[[Ref], Ref]) -> Step:
+        """Returns the step with other tensors in place of those that may be fetched."""
+        return dataclasses.replace(
+            self,
+            metric_results={name: tuple(map(now, refs)) for name, refs in self.metric_results.items()},
+            loss=None if self.loss is None else now(self.loss),
+            outputs=tuple(tuple(map(now, refs)) for refs in self.outputs),
+            gradients={name: now(ref) for name, ref in self.gradients.items()},
+        )
+
+    @property
     def named_nodes(self) -> set[str]:
         """The nodes that the step refers to, except feeds."""
-        refs = [*([self.loss] if self.loss is not None else []), *self.gradients.values(), *self.values.values()]
-        refs += [ref for several in (*self.outputs, *self.metric_results.values()) for ref in several]
+        refs = [*self.results, *self.gradients.values(), *self.values.values()]
         names = {*(ref.node for ref in refs), *self.entry.values(), *(n for names in self.exit.values() for n in names)}
         return names | ({self.train} if self.train is not None else set())
 
