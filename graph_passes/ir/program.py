@@ -564,7 +564,7 @@ class Step:
         entry: the first node of each task: the one that control edges make wait.
         exit: the last nodes of each task: those that the next task of the device waits for.
         values: (task, value) -> the tensor of a task's result.
-        pieces: for a task that was cut into pieces, the nodes of each in order: its call, and what adds up its results.
+        pieces: for a task that was cut into pieces, their calls in order.
         accumulated: whether gradients are in accumulators; if not, each replica has made them in one task, from which
             they are taken.
         pending: (task, value) -> the placeholder that stands for an argument until a later pass connects it.
@@ -591,7 +591,7 @@ class Step:
     entry: Mapping[Task, str] = dataclasses.field(default_factory=dict)
     exit: Mapping[Task, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     values: Mapping[tuple[Task, Value], Ref] = dataclasses.field(default_factory=dict)
-    pieces: Mapping[Task, tuple[tuple[str, ...], ...]] = dataclasses.field(default_factory=dict)
+    pieces: Mapping[Task, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     accumulated: bool = False
     pending: Mapping[tuple[Task, Value], str] = dataclasses.field(default_factory=dict)
     schedule: Schedule | None = None
@@ -710,7 +710,7 @@ class Program:
         """
         step, stage = self.own_step, self.stages[task.stage]
         if task in step.pieces:
-            return tuple((nodes[0], piece) for nodes, piece in zip(step.pieces[task], stage.pieces, strict=True))
+            return tuple(zip(step.pieces[task], stage.pieces, strict=True))
         function = dict(stage.phases)[task.phase]
         return () if function is None else ((step.entry[task], function),)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import PHASE_ATTR, Builder, GraphDef, Ref
+from graph_passes.ir.graph import PHASE_ATTR, Builder, Graph, GraphDef, Ref
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.outline import FunctionDef, add_call
 from graph_passes.ir.program import Program
@@ -91,11 +92,18 @@ class UpdateNodes:
             if not self.options.wait_free and self.step.layout.device_of(task) == device:
                 names += exits
             elif (task.stage, task.replica) in places:
-                cut = self.step.pieces.get(task)
-                names += exits if cut is None or piece is None else (cut[piece][-1],)
+                call = None if piece is None or task not in self.step.pieces else self.step.pieces[task][piece]
+                names += exits if call is None else (self._added.get(call, call),)
         if piece is None:
             names += self.step.shard_reads.get((group.stages, device), ())
         return names + [name for place in places for name in self.empty.get(place, ())]
+
+    @functools.cached_property
+    def _added(self) -> dict[str, str]:
+        """Call -> the node that adds up its results."""
+        view = Graph(self.program.graph)
+        adding = (node.name for node in view if NodeKind.of(node) is NodeKind.ACCUMULATE)
+        return {ref.node: name for name in adding for ref in view.inputs(name)}
 
     def function_name(self, what: NodeKind, group: ParameterGroup, device: str, part: str = "") -> str:
         """Returns the name, without the prefix, of a device's function on a group's gradients.
