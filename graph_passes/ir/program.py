@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from tensorflow.core.framework import types_pb2
@@ -563,7 +564,7 @@ class Step:
         entry: the first node of each task: the one that control edges make wait.
         exit: the last nodes of each task: those that the next task of the device waits for.
         values: (task, value) -> the tensor of a task's result.
-        pieces: for a task that was cut into pieces, the nodes of each in order: its call, and what adds up its results.
+        pieces: for a task that was cut into pieces, their calls in order.
         accumulated: whether gradients are in accumulators; if not, each replica has made them in one task, from which
             they are taken.
         pending: (task, value) -> the placeholder that stands for an argument until a later pass connects it.
@@ -590,13 +591,13 @@ class Step:
     entry: Mapping[Task, str] = dataclasses.field(default_factory=dict)
     exit: Mapping[Task, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     values: Mapping[tuple[Task, Value], Ref] = dataclasses.field(default_factory=dict)
-    pieces: Mapping[Task, tuple[tuple[str, ...], ...]] = dataclasses.field(default_factory=dict)
+    pieces: Mapping[Task, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     accumulated: bool = False
     pending: Mapping[tuple[Task, Value], str] = dataclasses.field(default_factory=dict)
     schedule: Schedule | None = None
-    reads: Mapping[tuple[int, int], tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    shard_reads: Mapping[tuple[tuple[int, ...], str], tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    ahead: Mapping[Task, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    reads: Mapping[tuple[int, int], Sequence[str]] = dataclasses.field(default_factory=dict)
+    shard_reads: Mapping[tuple[tuple[int, ...], str], Sequence[str]] = dataclasses.field(default_factory=dict)
+    ahead: Mapping[Task, Sequence[str]] = dataclasses.field(default_factory=dict)
     feeds: Mapping[Ref, Ref] = dataclasses.field(default_factory=dict)
     taken: TakenBatch | None = None
     metric_feeds: Mapping[str, tuple[Ref, Ref]] = dataclasses.field(default_factory=dict)
@@ -610,10 +611,25 @@ class Step:
     hosts: frozenset[str] = frozenset()
 
     @property
+    def results(self) -> list[Ref]:
+        """The tensors that every run of it may fetch: but for gradients, which are fetched in place of training."""
+        several = [*self.outputs, *self.metric_results.values()]
+        return [*(() if self.loss is None else (self.loss,)), *itertools.chain.from_iterable(several)]
+
+    def moved(self, now: Callable[[Ref], Ref]) -> Step:
+        """Returns the step with other tensors in place of those that may be fetched."""
+        return dataclasses.replace(
+            self,
+            metric_results={name: tuple(map(now, refs)) for name, refs in self.metric_results.items()},
+            loss=None if self.loss is None else now(self.loss),
+            outputs=tuple(tuple(map(now, refs)) for refs in self.outputs),
+            gradients={name: now(ref) for name, ref in self.gradients.items()},
+        )
+
+    @property
     def named_nodes(self) -> set[str]:
         """The nodes that the step refers to, except feeds."""
-        refs = [*([self.loss] if self.loss is not None else []), *self.gradients.values(), *self.values.values()]
-        refs += [ref for several in (*self.outputs, *self.metric_results.values()) for ref in several]
+        refs = [*self.results, *self.gradients.values(), *self.values.values()]
         names = {*(ref.node for ref in refs), *self.entry.values(), *(n for names in self.exit.values() for n in names)}
         return names | ({self.train} if self.train is not None else set())
 
@@ -694,7 +710,7 @@ class Program:
         """
         step, stage = self.own_step, self.stages[task.stage]
         if task in step.pieces:
-            return tuple((nodes[0], piece) for nodes, piece in zip(step.pieces[task], stage.pieces, strict=True))
+            return tuple(zip(step.pieces[task], stage.pieces, strict=True))
         function = dict(stage.phases)[task.phase]
         return () if function is None else ((step.entry[task], function),)
 

@@ -9,7 +9,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Container, Iterable
 
-from graph_passes.ir.graph import OWN_ATTRS, Graph, GraphDef, NodeDef, Ref, control_inputs, copied
+from graph_passes.ir.graph import (
+    OWN_ATTRS,
+    Graph,
+    GraphDef,
+    NodeDef,
+    Ref,
+    control_inputs,
+    copied,
+    data_inputs,
+    set_inputs,
+)
 from graph_passes.ir.outline import FunctionDef
 
 SUM_OP = "CollectiveReduceV2"
@@ -30,9 +40,7 @@ def without_sums(graph: GraphDef) -> GraphDef:
     alone = copied(graph)
     for node in sums_of(alone.node):
         node.op = "Identity"
-        inputs = [node.input[0], *(f"^{waited}" for waited in control_inputs(node))]
-        del node.input[:]
-        node.input.extend(inputs)
+        set_inputs(node, data_inputs(node)[:1], control_inputs(node))
         for key in [key for key in node.attr if key != "T" and not key.startswith(OWN_ATTRS)]:
             del node.attr[key]
     return alone

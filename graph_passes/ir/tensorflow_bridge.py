@@ -265,10 +265,9 @@ def gradients_of_twin(
     placeholders = set(stopped.values())
     for node in extended.node:
         if node.name not in placeholders:
-            kept = made.node.add()
-            kept.CopyFrom(node)
+            made.node.append(node)
             if node.name in inputs:
-                kept.input[:] = inputs[node.name]
+                made.node[-1].input[:] = inputs[node.name]
     return made, of_sources
 
 
@@ -422,10 +421,9 @@ def function_graph(library: FunctionDefLibrary, name: str) -> tuple[GraphDef, tu
         return Ref(producer, output_number(body[producer], output, int(index)))
 
     for original in function.node_def:
-        node = graph.node.add()
-        node.CopyFrom(original)
-        del node.input[:]
-        node.input.extend(text if text.startswith("^") else str(tensor(text)) for text in original.input)
+        inputs = [text if text.startswith("^") else str(tensor(text)) for text in original.input]
+        graph.node.append(original)
+        graph.node[-1].input[:] = inputs
     return graph, tuple(tensor(function.ret[result.name]) for result in function.signature.output_arg)
 
 

@@ -21,9 +21,9 @@ from graph_passes.ir.graph import (
 )
 from graph_passes.ir.group_update import Captured
 from graph_passes.ir.node_kinds import NodeKind
-from graph_passes.ir.outline import FunctionDef, compiled, outline, placeholder
+from graph_passes.ir.outline import FunctionDef, compiled, outline
 from graph_passes.ir.program import Value, ValueKind, Variable, VariableKind
-from graph_passes.ir.storage import assign_variable, handle, merge_library
+from graph_passes.ir.storage import assign_variable, handle
 from graph_passes.ir.tasks import Phase, Task
 from graph_passes.ir.tensorflow_bridge import empty_graph
 from graph_passes.passes.parameter_group import ParameterGroup, whole
@@ -145,13 +145,13 @@ class Application:
         gradients, slices, outputs = {}, {}, []
         for variable in variables:
             kind = dtype_attr(variable.dtype)
-            gradient = builder.append(placeholder(builder.names.fresh("gradient"), variable.dtype))
+            gradient = builder.argument("gradient", variable.dtype)
             if variable.name not in sliced:
                 gradients[variable.name] = gradient
                 outputs.append(builder.add("result", "Identity", [gradient], T=kind))
                 continue
             dtype = row_dtype(self._program, variable)
-            indices = builder.append(placeholder(builder.names.fresh("indices"), dtype))
+            indices = builder.argument("indices", dtype)
             slices[variable.name] = (gradient, indices)
             rows = builder.const(variable.shape[0], types_pb2.DT_INT32)
             kinds = {"T": kind, "Tindices": dtype_attr(dtype), "Tnumsegments": dtype_attr(types_pb2.DT_INT32)}
@@ -214,13 +214,13 @@ class Application:
         if not effects and what not in (NodeKind.STATISTICS, NodeKind.GRADIENTS):
             return Computation(None, ())
         if captured.totals is not None and totals is not None:
-            argument = builder.append(placeholder(builder.names.fresh("totals"), types_pb2.DT_DOUBLE))
+            argument = builder.argument("totals", types_pb2.DT_DOUBLE)
             inputs[argument] = functools.partial(_everywhere, totals)
             substitute(graph, {captured.totals.node: argument})
         bindings: dict[str, Ref] = {}
         results, in_shards = list(captured.outputs), {} if joins else group.in_shards
         if in_shards.keys() - group.stored:
-            number = builder.append(placeholder(builder.names.fresh("number"), types_pb2.DT_INT32))
+            number = builder.argument("number", types_pb2.DT_INT32)
             inputs[number] = functools.partial(self._number, group)
             if what in (NodeKind.APPLY, NodeKind.CARRIED_APPLY):
                 bindings |= take_shards(builder, captured, number, group.stored)
@@ -273,7 +273,7 @@ class Application:
                 assert variable.update is not None
                 producer = self._program.node_stage.get(variable.update.node, len(self.nodes.devices) - 1)
                 first = Task(producer, Phase.FORWARD, 0, 0)
-                value = builder.append(placeholder(builder.names.fresh("state"), variable.dtype))
+                value = builder.argument("state", variable.dtype)
                 inputs[value] = functools.partial(_everywhere, self._step.values[first, Value(variable.update)])
             effects.append(assign_variable(builder, variable, value))
         return effects
@@ -298,11 +298,11 @@ class Application:
                 bound[resource.node] = handle(builder, variable.storage_name, variable.dtype, variable.storage_shape)
         substitute(graph, bound)
         function = outline(self._options.prefix + name, _sorted(graph), list(inputs), list(outputs), effects=effects)
-        merge_library(self.nodes.graph, captured.graph.library.function)
+        for own in captured.graph.library.function:
+            self._builder.define(own)
         if jit_compile:
             function, inner = compiled(function)
-            self.nodes.functions.append(inner)
-        self.nodes.functions.append(function)
+            self._builder.define(inner)
         return function
 
 

@@ -187,7 +187,7 @@ def _place(graph: GraphDef, step: Step, stage: Stage) -> tuple[GraphDef, Step]:
             waits = [call.name]
             results |= {value: Ref(call.name, index) for index, value in enumerate(piece.outputs)}
         moved |= {Ref(node.name, index): results[value] for index, value in enumerate(function.outputs)}
-        entry[task], pieces[task] = calls[0], tuple((name,) for name in calls)
+        entry[task], pieces[task] = calls[0], tuple(calls)
         exits[task] = tuple(calls[-1] if name == node.name else name for name in step.exit[task])
         ends[node.name] = calls[-1]
     reroute(made, moved)

@@ -22,6 +22,7 @@ from graph_passes.ir.graph import (
     NodeDef,
     Ref,
     control_inputs,
+    set_inputs,
 )
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.outline import FunctionDef
@@ -148,8 +149,7 @@ class _Flattening:
         original = self.view.nodes[name]
         node.CopyFrom(original)
         if original.input:
-            del node.input[:]
-            node.input.extend(str(self._resolved(ref)) for ref in self.view.inputs(name))
+            set_inputs(node, map(self._resolved, self.view.inputs(name)))
         self.nodes[name] = node
 
     # ---- bodies
@@ -325,16 +325,13 @@ class _Flattening:
     def _new_step(self) -> Step:
         step, options = self.step, self.options
 
-        def kept(refs: Iterable[Ref]) -> tuple[Ref, ...]:
-            return tuple(map(self._resolved, refs))
-
         def stays(task: Task) -> bool:
             return options.keep_tasks or (options.stages is not None and task.stage not in options.stages)
 
         values = {key: self._resolved(ref) for key, ref in step.values.items()}
         flat = range(len(step.layout.devices)) if options.stages is None else options.stages
         return dataclasses.replace(
-            step,
+            step.moved(self._resolved),
             entry={task: self.entry.get(name, name) for task, name in step.entry.items() if stays(task)},
             exit={
                 task: tuple(self.exit.get(name, name) for name in names)
@@ -344,10 +341,6 @@ class _Flattening:
             values={key: ref for key, ref in values.items() if ref.node in self.nodes},
             pieces={task: nodes for task, nodes in step.pieces.items() if stays(task) and not options.keep_tasks},
             reads={place: tuple(self._reads(names)) for place, names in step.reads.items()},
-            metric_results={name: kept(refs) for name, refs in step.metric_results.items()},
-            loss=None if step.loss is None else self._resolved(step.loss),
-            outputs=tuple(kept(refs) for refs in step.outputs),
-            gradients={name: self._resolved(ref) for name, ref in step.gradients.items()},
             dissolved=step.dissolved if options.keep_tasks else step.dissolved | frozenset(flat),
         )
 

@@ -6,7 +6,9 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
+from graph_passes.ir.graph import GROUP_ATTR, PHASE_ATTR, STAGE_ATTR, AttrValue, integers_attr
 from graph_passes.ir.group_update import GroupUpdate
+from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.program import Program, Step, ValueKind, Variable, VariableKind
 from graph_passes.ir.tasks import piece_order, reduction_order
 
@@ -51,6 +53,10 @@ class ParameterGroup:
     def stored(self) -> frozenset[str]:
         """Parameters of which its devices keep only their shards."""
         return frozenset() if self.update is None or self.update.shards is None else self.update.shards.stored
+
+    def marks(self, kind: NodeKind) -> dict[str, str | int | AttrValue]:
+        """Returns the attributes that identify a node of its reduction or update."""
+        return {PHASE_ATTR: kind.text, STAGE_ATTR: self.stages[0], GROUP_ATTR: integers_attr(self.stages)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,7 @@ from graph_passes.ir.graph import (
     data_inputs,
     dtype_attr,
     dtypes_attr,
+    set_inputs,
     shape_attr,
 )
 from graph_passes.ir.node_kinds import NodeKind
@@ -97,8 +98,7 @@ class _Placing:
             refs, waits = data_inputs(node), control_inputs(node)
             if any(map(self._is_moved, refs)):
                 host = self._host_of(node)
-                node.input[:] = [str(self._on(host, ref)) if self._is_moved(ref) else str(ref) for ref in refs]
-                node.input.extend(f"^{name}" for name in waits)
+                set_inputs(node, [self._on(host, ref) if self._is_moved(ref) else ref for ref in refs], waits)
             if any(self._is_moved(Ref(name)) for name in waits):
                 raise PassError(
                     f"{node.op} node {node.name!r} waits for nodes of the whole batch ({', '.join(waits)}), of which "
@@ -151,7 +151,7 @@ class _Placing:
             inputs = [self._on(host, source) if self._is_moved(source) else source for source in data_inputs(node)]
             node.name = self.builder.names.fresh(f"worker{self.workers[host]}/{ref.node}")
             node.device = host
-            node.input[:] = [str(source) for source in inputs]
+            set_inputs(node, inputs)
             self.builder.append(node)
             self.copies[host, ref.node] = node.name
         return Ref(self.copies[host, ref.node], ref.output)

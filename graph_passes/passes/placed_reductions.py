@@ -22,6 +22,7 @@ from graph_passes.ir.graph import (
     control_inputs,
     copied,
     data_inputs,
+    set_inputs,
 )
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.replica_sums import SUM_OP
@@ -133,11 +134,9 @@ def join_reductions(
     for node in reduced.node:
         if node.name in parts_of or not any(text.removeprefix("^") in waited for text in node.input):
             continue
-        data = [str(instead.get(ref.node, ref)) for ref in data_inputs(node)]
-        waits = dict.fromkeys(f"^{waited.get(name, name)}" for name in control_inputs(node))
-        waits.pop(f"^{node.name}", None)
-        del node.input[:]
-        node.input.extend([*data, *waits])
+        waits = (waited.get(name, name) for name in control_inputs(node))
+        data = [instead.get(ref.node, ref) for ref in data_inputs(node)]
+        set_inputs(node, data, (name for name in waits if name != node.name))
     return reduced
 
 
@@ -159,13 +158,12 @@ def regroup(graph: GraphDef, view: Graph, order: Sequence[Sequence[str]]) -> Non
         key = keys.setdefault(frozenset(nodes[name].device for name in names), _instance(view, names[0]))
         for name in names:
             node = nodes[name]
-            data = [text for text in node.input if not text.startswith("^")]
-            data[_GROUP_KEY] = str(builder.const(key, types_pb2.DT_INT32, device=node.device))
+            data = data_inputs(node)
+            data[_GROUP_KEY] = builder.const(key, types_pb2.DT_INT32, device=node.device)
             waits = [waited for waited in control_inputs(node) if nodes[waited].op != SUM_OP]
             if node.device in last:
                 waits.append(last[node.device])
-            del node.input[:]
-            node.input.extend([*data, *(f"^{waited}" for waited in waits)])
+            set_inputs(node, data, waits)
             last[node.device] = name
 
 

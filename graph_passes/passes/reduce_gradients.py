@@ -19,7 +19,7 @@ from graph_passes.ir.graph import (
     dtype_attr,
 )
 from graph_passes.ir.node_kinds import NodeKind
-from graph_passes.ir.outline import FunctionDef, call_node, outline, placeholder
+from graph_passes.ir.outline import FunctionDef, add_call, outline
 from graph_passes.ir.program import Value, ValueKind, Variable, VariableKind
 from graph_passes.ir.storage import (
     accumulate_function,
@@ -37,7 +37,7 @@ from graph_passes.ir.tasks import Phase, Task
 from graph_passes.ir.tensorflow_bridge import empty_graph
 from graph_passes.passes.parameter_group import ParameterGroup, ReductionUnit
 from graph_passes.passes.row_gradients import RowGradients
-from graph_passes.passes.update_nodes import Calls, Inputs, UpdateNodes, marks
+from graph_passes.passes.update_nodes import Calls, Inputs, UpdateNodes
 
 _Pack: TypeAlias = tuple[FunctionDef, tuple[Callable[[str], Ref], ...]]
 """The function that packs gradients into vectors; device -> tensor of the top level, for each of its arguments."""
@@ -65,7 +65,7 @@ class Reduction:
         self._program = nodes.program
         self._step = nodes.step
         self.reduced: dict[tuple[tuple[Variable, ...], str], Ref] = {}
-        self.rows = RowGradients(nodes.program, nodes.builder, nodes.functions, nodes.options.prefix)
+        self.rows = RowGradients(nodes.program, nodes.builder, nodes.options.prefix)
         self._packs: dict[str, _Pack] = {}
         self._zeros: dict[tuple[str, str], Ref] = {}
         self._collectives = AllReduces(nodes.builder, nodes.options.all_reduces, nodes.options.first_key)
@@ -83,16 +83,15 @@ class Reduction:
                 if targets:
                     name = f"{self._options.prefix}stage{stage}_accumulate_nothing"
                     function = accumulate_function(name, targets, "none")
-                    self.nodes.functions.append(function)
-                    node = self._builder.names.fresh(f"stage{stage}/replica{replica}/accumulate_nothing")
+                    node = f"stage{stage}/replica{replica}/accumulate_nothing"
                     attrs: dict[str, str | int] = {
                         PHASE_ATTR: NodeKind.ACCUMULATE_NOTHING.text,
                         STAGE_ATTR: stage,
                         REPLICA_ATTR: replica,
                     }
                     after = [call for (stages, on), call in applied.items() if on == device and stage in stages]
-                    self._builder.append(call_node(node, function, [], device=device, control=after, attrs=attrs))
-                    self.nodes.empty[stage, replica] = [node]
+                    made = add_call(self._builder, node, function, [], device=device, control=after, attrs=attrs)
+                    self.nodes.empty[stage, replica] = [made.node]
 
     def all_reduce(self, units: Iterable[ReductionUnit], *, at_head: bool = False) -> None:
         """Reduces units in buckets, in this order; ``at_head`` the previous step's, at once."""
@@ -124,7 +123,7 @@ class Reduction:
                     starts,
                     bucket[0].dtype,
                     bytes_of(bucket),
-                    marks(NodeKind.ALL_REDUCE, group),
+                    group.marks(NodeKind.ALL_REDUCE),
                     merge=bucket[0].merge,
                 )
                 self.reduced |= {(bucket, device): vector for device, vector in reduced.items()}
@@ -149,7 +148,7 @@ class Reduction:
             group: their group.
         """
         reduction = self.number()
-        attrs = {**marks(NodeKind.REDUCE_SCATTER, group), REDUCTION_ATTR: reduction, BYTES_ATTR: bytes_of(bucket)}
+        attrs = {**group.marks(NodeKind.REDUCE_SCATTER), REDUCTION_ATTR: reduction, BYTES_ATTR: bytes_of(bucket)}
         with self._builder.marked(attrs):
             for number, device in enumerate(group.devices):
                 name = f"{group.label}/replica{number}/reduce_scatter{reduction}"
@@ -180,7 +179,6 @@ class Reduction:
                 node = builder.add("shards", "Unpack", [shards], T=dtype_attr(dtype), num=count, axis=0).node
                 vectors += [Ref(node, number) for number in range(count)]
             function = outline(self._options.prefix + name, Graph(builder.graph), list(inputs), vectors)
-            self.nodes.functions.append(function)
             self._packs[name] = function, tuple(inputs.values())
         return self._packs[name]
 
@@ -193,7 +191,7 @@ class Reduction:
                 own = accumulators[stage]
                 parts.append(read(builder, own.name, own.dtype, own.shape))
             elif stage in accumulators:
-                parts.append(builder.append(placeholder(builder.names.fresh("contribution"), variable.dtype)))
+                parts.append(builder.argument("contribution", variable.dtype))
                 inputs[parts[-1]] = functools.partial(self._contribution, variable, stage)
         return merged(builder, "sum", parts, variable)
 
@@ -246,7 +244,7 @@ class Reduction:
             joins = whole and bucket[0].shards > 1
             columns = []
             for source in group.devices if joins else (None,):
-                argument = builder.append(placeholder(builder.names.fresh("bucket"), bucket[0].dtype))
+                argument = builder.argument("bucket", bucket[0].dtype)
                 inputs[argument] = functools.partial(self._bucket, bucket, source)
                 columns.append(unflatten(builder, argument, bucket[0].dtype, [v.storage_shape for v in bucket]))
             for variable, parts in zip(bucket, zip(*columns, strict=True), strict=True):

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import PHASE_ATTR, REPLICA_ATTR, STAGE_ATTR, Builder, Ref, dtype_attr
+from graph_passes.ir.graph import PHASE_ATTR, REPLICA_ATTR, STAGE_ATTR, Builder, Ref
 from graph_passes.ir.node_kinds import NodeKind
-from graph_passes.ir.outline import FunctionDef, call_node
+from graph_passes.ir.outline import add_call
 from graph_passes.ir.program import OWN_ROWS, SHARED_ROWS, Program, Stage, Value, ValueKind, Variable
 from graph_passes.ir.tasks import Task
 from graph_passes.passes.row_exchange import rows_by_shard
@@ -58,16 +58,15 @@ class RowGradients:
     Args:
         program: a program with ordered tasks.
         builder: of the step's top level, which gets the nodes.
-        functions: receives the functions that these call.
         prefix: start of the functions' names.
 
     Raises:
         PassError: it is unknown which rows of a gradient slices have in common, and there are several slices.
     """
 
-    def __init__(self, program: Program, builder: Builder, functions: list[FunctionDef], prefix: str = "") -> None:
+    def __init__(self, program: Program, builder: Builder, prefix: str = "") -> None:
         self._program, self._builder, self._step = program, builder, program.own_step
-        self._functions, self._prefix = functions, prefix
+        self._prefix = prefix
         self._separated: dict[tuple[str, int, int, ValueKind], str] = {}  # the call that separates rows by shard
         self._devices: Sequence[Sequence[str]] = program.own_step.layout.devices
         self._gathered: dict[tuple[str, str], tuple[Ref, Ref]] = {}
@@ -154,11 +153,9 @@ class RowGradients:
         number = [own.name for own in self._program.roles.variables].index(variable.name)
         name = f"{self._prefix}rows_of{number}_stage{stage}_by_shard"
         function = rows_by_shard(name, variable, own_dtype, dtype)
-        self._functions.append(function)
         attrs = {PHASE_ATTR: NodeKind.SPLIT.text, STAGE_ATTR: stage, REPLICA_ATTR: replica}
-        node = self._builder.names.fresh(f"stage{stage}/replica{replica}/rows_by_shard")
-        device = self._devices[stage][replica]
-        return self._builder.append(call_node(node, function, rows, device=device, attrs=attrs)).node
+        node, device = f"stage{stage}/replica{replica}/rows_by_shard", self._devices[stage][replica]
+        return add_call(self._builder, node, function, rows, device=device, attrs=attrs).node
 
     def _own_rows(self, variable: Variable, stage: int, device: str) -> tuple[list[Ref], list[Ref]]:
         """Returns the values and indices of a stage's rows: sets of each replica, and one that all have in common."""
@@ -181,11 +178,9 @@ class RowGradients:
     def _cast(self, indices: Ref, stage: Stage, variable: Variable, dtype: int, device: str) -> Ref:
         """Casts the indices of a stage to the common dtype of all stages."""
         own = _stage_dtype(stage, variable)
-        if own is None or own == dtype:
-            return indices
-        kinds = {"SrcT": dtype_attr(own), "DstT": dtype_attr(dtype)}
+        assert own is not None
         with self._builder.marked({PHASE_ATTR: NodeKind.CONCAT.text, STAGE_ATTR: stage.index}):
-            return self._builder.add("indices", "Cast", [indices], device=device, **kinds)
+            return self._builder.cast(indices, own, dtype, name="indices", device=device)
 
     def _rows_of(self, value: Value, stage: int, replica: int) -> Ref | None:
         """Returns the rows from one device, joined there before they are sent."""

@@ -8,7 +8,7 @@ from collections.abc import Collection, Hashable, Mapping
 from typing import ClassVar
 
 from graph_passes.analysis.split_signatures import Shape
-from graph_passes.ir.graph import CALL_ATTR, OWN_ATTRS, Graph, GraphDef, NodeDef, Ref, control_inputs
+from graph_passes.ir.graph import CALL_ATTR, OWN_ATTRS, Graph, GraphDef, NodeDef, Ref, control_inputs, set_inputs
 from graph_passes.ir.program import Fact, Program
 from graph_passes.ir.tensorflow_bridge import is_stateful, makes_resource, output_dtypes, takes_functions
 
@@ -74,15 +74,11 @@ def share_values(
     for node in graph.node:
         if node.name in instead:
             continue
-        own = shared.node.add()
-        own.CopyFrom(node)
-        if any(ref.node in instead for ref in view.inputs(node.name)) or any(
-            waited in instead for waited in control_inputs(node)
-        ):
-            data = [str(Ref(instead.get(ref.node, ref.node), ref.output)) for ref in view.inputs(node.name)]
-            waits_now = dict.fromkeys(f"^{instead.get(waited, waited)}" for waited in control_inputs(node))
-            del own.input[:]
-            own.input.extend([*data, *waits_now])
+        shared.node.append(node)
+        data, waits_for = view.inputs(node.name), control_inputs(node)
+        if not instead.keys().isdisjoint([*(ref.node for ref in data), *waits_for]):
+            data = [Ref(instead.get(ref.node, ref.node), ref.output) for ref in data]
+            set_inputs(shared.node[-1], data, [instead.get(waited, waited) for waited in waits_for])
     return shared
 
 

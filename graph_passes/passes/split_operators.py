@@ -34,6 +34,7 @@ from graph_passes.ir.graph import (
     copied_node,
     dtype_attr,
     make_node,
+    set_inputs,
 )
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.program import Fact, Program, Step
@@ -85,7 +86,7 @@ class SplitOperators:
             return program
         step = program.own_step
         splitting = _Splitting(program.graph, self.splits, self.shapes, self.optional)
-        split = splitting.result(_fetched(step))
+        split = splitting.result([*step.results, *step.gradients.values()])
         return program.replace(graph=split.graph, step=_redirected(step, split, splitting.wholes))
 
 
@@ -121,11 +122,6 @@ def split_operators(
     return _Splitting(graph, splits, shapes).result(fetched)
 
 
-def _fetched(step: Step) -> list[Ref]:
-    refs = [*([step.loss] if step.loss is not None else []), *step.gradients.values()]
-    return refs + [ref for several in (*step.outputs, *step.metric_results.values()) for ref in several]
-
-
 def _redirected(step: Step, split: SplitGraph, splits: Mapping[str, Whole]) -> Step:
     """Returns the step with its tensors and nodes replaced."""
     for what in (*step.entry.values(), *([step.train] if step.train is not None else [])):
@@ -139,13 +135,9 @@ def _redirected(step: Step, split: SplitGraph, splits: Mapping[str, Whole]) -> S
         return tuple(part_name(name, part) for part in range(splits[name].parts)) if name in splits else (name,)
 
     return dataclasses.replace(
-        step,
+        step.moved(now),
         exit={task: tuple(part for name in names for part in parts(name)) for task, names in step.exit.items()},
         values={key: now(ref) for key, ref in step.values.items() if ref.node not in splits or ref in split.joined},
-        metric_results={name: tuple(map(now, refs)) for name, refs in step.metric_results.items()},
-        loss=None if step.loss is None else now(step.loss),
-        outputs=tuple(tuple(map(now, refs)) for refs in step.outputs),
-        gradients={name: now(ref) for name, ref in step.gradients.items()},
     )
 
 
@@ -184,8 +176,7 @@ class _Splitting(Splitting[Ref]):
             elif any(ref.node in self.wholes for ref in self.view.inputs(name)) or any(
                 waited in self.wholes for waited in control_inputs(node)
             ):
-                changed[name] = NodeDef()
-                changed[name].CopyFrom(node)
+                changed[name] = copied_node(node)
                 refs = self.view.inputs(name)
                 self._rewire(changed[name], [self.whole(ref) for ref in refs], refs)
         for ref in fetched:
@@ -236,8 +227,7 @@ class _Splitting(Splitting[Ref]):
         read = [ref for argument, ref in enumerate(refs) if argument not in shapes]
         parts = []
         for number in range(whole.parts):
-            part = NodeDef()
-            part.CopyFrom(node)
+            part = copied_node(node)
             part.name = self._name(part_name(node.name, number))
             part.op = whole.rule.part_op(part.op)
             for key in ("_class", "_output_shapes"):
@@ -255,9 +245,7 @@ class _Splitting(Splitting[Ref]):
             if waited not in needed:
                 whole = self.wholes.get(waited)
                 waits += [waited] if whole is None else [part_name(waited, number) for number in range(whole.parts)]
-        del node.input[:]
-        node.input.extend(map(str, inputs))
-        node.input.extend(f"^{waited}" for waited in waits)
+        set_inputs(node, inputs, waits)
 
     def _shapes_of_parts(self, node: NodeDef, ref: Ref, axis: int, whole: Whole) -> list[Ref]:
         """Returns constants that replace the first output's shape."""

@@ -95,7 +95,6 @@ class Update:
         ends += [name for group in nodes.carried for device in group.devices for name in nodes.complete(group, device)]
         train = nodes.end(dict.fromkeys(ends))
         gradients = application.gradients(now) if self.want_gradients else {}
-        nodes.finish()
         step = dataclasses.replace(nodes.step, pending={}, train=train, gradients=gradients)
         return program.replace(graph=nodes.graph, step=step)
 
@@ -112,5 +111,4 @@ def flush(update: Update, program: Program) -> tuple[GraphDef, str]:
     """
     nodes = UpdateNodes(update, program, empty_graph())
     train = nodes.end(Application(nodes, Reduction(nodes)).carried().values())
-    nodes.finish()
     return nodes.graph, train

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import GROUP_ATTR, PHASE_ATTR, STAGE_ATTR, AttrValue, Builder, GraphDef, Ref, integers_attr
+from graph_passes.ir.graph import PHASE_ATTR, Builder, Graph, GraphDef, Ref
 from graph_passes.ir.node_kinds import NodeKind
-from graph_passes.ir.outline import FunctionDef, call_node
+from graph_passes.ir.outline import FunctionDef, add_call
 from graph_passes.ir.program import Program
-from graph_passes.ir.storage import merge_library
 from graph_passes.passes.parameter_group import ParameterGroup, contributors, parameter_groups
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ class UpdateNodes:
         devices: names of the devices that keep the variables of each stage's replicas.
         graph: the graph that nodes are added to.
         builder: adds them.
-        functions: the functions that they call; `finish` puts them into the graph's library.
         contributors: variable -> the stages that contribute to it, with their accumulators.
         groups: the parameter groups, in the order of their reduction.
         computations: name of a function -> what computes it, so that devices share it.
@@ -57,7 +56,6 @@ class UpdateNodes:
             raise PassError("updates are carried over, but gradients have no accumulators to wait in; accumulate them")
         self.devices = self.step.layout.devices
         self.builder = Builder(graph)
-        self.functions: list[FunctionDef] = []
         self.contributors = contributors(program)
         self.groups = parameter_groups(program, options.updates, options.owners)
         self.computations: dict[str, Computation] = {}
@@ -94,11 +92,18 @@ class UpdateNodes:
             if not self.options.wait_free and self.step.layout.device_of(task) == device:
                 names += exits
             elif (task.stage, task.replica) in places:
-                cut = self.step.pieces.get(task)
-                names += exits if cut is None or piece is None else (cut[piece][-1],)
+                call = None if piece is None or task not in self.step.pieces else self.step.pieces[task][piece]
+                names += exits if call is None else (self._added.get(call, call),)
         if piece is None:
             names += self.step.shard_reads.get((group.stages, device), ())
         return names + [name for place in places for name in self.empty.get(place, ())]
+
+    @functools.cached_property
+    def _added(self) -> dict[str, str]:
+        """Call -> the node that adds up its results."""
+        view = Graph(self.program.graph)
+        adding = (node.name for node in view if NodeKind.of(node) is NodeKind.ACCUMULATE)
+        return {ref.node: name for name in adding for ref in view.inputs(name)}
 
     def function_name(self, what: NodeKind, group: ParameterGroup, device: str, part: str = "") -> str:
         """Returns the name, without the prefix, of a device's function on a group's gradients.
@@ -123,9 +128,8 @@ class UpdateNodes:
         control: Sequence[str] = (),
     ) -> Ref:
         """Adds a call for a group on a device; returns its first result."""
-        name = self.builder.names.fresh(f"{group.label}/replica{group.devices.index(device)}/{what.text}")
-        attrs = marks(what, group)
-        return self.builder.append(call_node(name, function, inputs, device=device, control=control, attrs=attrs))
+        name = f"{group.label}/replica{group.devices.index(device)}/{what.text}"
+        return add_call(self.builder, name, function, inputs, device=device, control=control, attrs=group.marks(what))
 
     def hold_back_reads(self, applied: Calls) -> None:
         """Makes reads of a stage's variables, or of a device's shards of them, wait for its carried updates."""
@@ -140,12 +144,3 @@ class UpdateNodes:
         """Returns the node that has run when all of ``after`` have."""
         attrs: dict[str, Any] = {PHASE_ATTR: NodeKind.TRAIN.text}
         return self.builder.add("train", "NoOp", control=after, device=self.options.host_device, **attrs).node
-
-    def finish(self) -> None:
-        """Puts the functions into the graph's library."""
-        merge_library(self.graph, self.functions)
-
-
-def marks(what: NodeKind, group: ParameterGroup) -> dict[str, str | int | AttrValue]:
-    """Returns the attributes that identify a node of a group's update."""
-    return {PHASE_ATTR: what.text, STAGE_ATTR: group.stages[0], GROUP_ATTR: integers_attr(group.stages)}
