@@ -10,7 +10,8 @@ import numpy as np
 
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.signatures import Fingerprints, OpSignature, TensorType, output_dtype_names, signature
-from graph_passes.analysis.operator_shapes import LOOPS, CallShapes, Handles, ShapeInference
+from graph_passes.analysis.operator_shapes import CallShapes, Handles, ShapeInference
+from graph_passes.analysis.operator_traits import LOOPS
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import GraphDef, NodeDef, Ref, data_inputs, function_names
 from graph_passes.ir.tensorflow_bridge import Shape, constant_value, function_graph, takes_functions

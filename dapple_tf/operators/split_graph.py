@@ -16,11 +16,12 @@ from graph_passes.analysis.split_rules import (
     FIRST,
     Cut,
     Split,
+    Splitting,
+    Whole,
     chosen_rule,
     part_name,
     split_name,
 )
-from graph_passes.analysis.splitting import Splitting, Whole
 from graph_passes.ir.graph import Ref
 
 

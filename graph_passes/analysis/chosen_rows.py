@@ -25,7 +25,7 @@ from graph_passes.ir.program import Program
 from graph_passes.ir.spreads import CONSTANT
 from graph_passes.ir.tensorflow_bridge import Shape, constant_value, is_stateful
 
-_BY_ROWS = ELEMENTWISE | {"Cast", "Elu", "Expm1", "LeakyRelu", "Log1p", "Reciprocal", "Relu6", "Rsqrt", "Softplus"}
+_BY_ROWS = ELEMENTWISE | {"Cast"}
 """Ops that compute each row of their result from one row of their inputs, which have the same rank."""
 _LOSSES = ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")
 """Losses by rows, of inputs of any rank."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from graph_passes.analysis.operator_shapes import BRANCHES, LOOPS
+from graph_passes.analysis.operator_traits import BRANCHES, LOOPS
 from graph_passes.analysis.sample_interpreter import Body, Interpreter, Rule
 from graph_passes.errors import PassError
 from graph_passes.ir.call_order import CALLS

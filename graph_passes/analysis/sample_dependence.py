@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
-from graph_passes.analysis.operator_shapes import BRANCHES, LOOPS, ShapeInference
+from graph_passes.analysis.operator_shapes import ShapeInference
+from graph_passes.analysis.operator_traits import BRANCHES, LOOPS
 from graph_passes.analysis.sample_interpreter import Interpreter, Whole
 from graph_passes.analysis.sample_rules import RULES
 from graph_passes.analysis.slice_shapes import Dependence, SliceShapes, part_before

@@ -9,12 +9,9 @@ import numpy as np
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.analysis.operator_shapes import CallShapes, KnownShapes, ShapeInference
-from graph_passes.analysis.operator_traits import (
-    ELEMENTWISE,
-    draws_numbers,
-)
+from graph_passes.analysis.operator_traits import ASKING, ELEMENTWISE, draws_numbers
 from graph_passes.analysis.sample_lengths import with_lengths
-from graph_passes.analysis.shape_values import ASKING, ShapeValues
+from graph_passes.analysis.shape_values import ShapeValues
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import COUNTABLE_DTYPES, Graph, GraphDef, NodeDef, Ref
 from graph_passes.ir.spreads import CONSTANT, Coupling, Spread, all_shared, common_outer, degree_of
@@ -23,7 +20,7 @@ from graph_passes.ir.tensorflow_bridge import Shape, function_graph, is_stateful
 Rule: TypeAlias = "Callable[[Interpreter, NodeDef], Spread | Sequence[Spread] | None]"
 _SOME_LENGTH = 48
 """Assumed length of an axis of unknown length: growth with the samples doesn't depend on it."""
-_LIKE_INPUTS = ELEMENTWISE | frozenset({"BiasAdd", "Elu", "Erf", "LeakyRelu", "Selu", "Softplus"})
+_LIKE_INPUTS = ELEMENTWISE | {"BiasAdd"}
 """Ops whose output has the rows of their inputs, even where shape inference doesn't know how many these are."""
 _DEEPEST = 8
 """The deepest nesting of calls that is interpreted."""

@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from graph_passes.analysis.operator_traits import ASKING
 from graph_passes.ir.graph import FLOAT_DTYPES, Graph, NodeDef, Ref
 from graph_passes.ir.tensorflow_bridge import Shape, constant_value
 
 _LARGEST = 1024
 """The most elements of a tensor whose value is computed: shapes, axes and counts are small."""
-ASKING = frozenset({"Shape", "Size", "Rank"})
-"""Ops that tell something of their input's shape."""
 _UNARY: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "Identity": np.array,
     "StopGradient": np.array,

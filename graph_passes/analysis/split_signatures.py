@@ -27,7 +27,6 @@ ANY = "*"
 WHOLE = ""
 """The term of an input that is read whole, and of an output that all parts add to."""
 
-Shape: TypeAlias = tuple[int | None, ...]
 Known: TypeAlias = tuple[int, ...]
 """A shape without unknown lengths."""
 

@@ -8,8 +8,10 @@ from typing import TypeAlias
 import numpy as np
 
 from graph_passes.analysis import split_signatures as by_shapes
-from graph_passes.analysis.split_signatures import BATCH, CHANNEL, WHOLE, Known, Operator, Shape, Signature
+from graph_passes.analysis.operator_traits import NUMERIC
+from graph_passes.analysis.split_signatures import BATCH, CHANNEL, WHOLE, Known, Operator, Signature
 from graph_passes.ir.graph import NodeDef
+from graph_passes.ir.tensorflow_bridge import Shape
 
 Derivation: TypeAlias = Callable[[Operator], tuple[Signature, ...]]
 
@@ -144,18 +146,6 @@ def _batch_norm_gradient(operator: Operator) -> tuple[Signature, ...]:
     return _row(text, CHANNEL, operator)
 
 
-_NAMES = """
-    Abs Acos Acosh Asin Asinh Atan Atanh Cast Ceil Cos Cosh Digamma Elu Erf Erfc Erfinv Exp Expm1
-    Floor Identity Inv IsFinite IsInf IsNan LeakyRelu Lgamma Log Log1p LogicalNot Ndtri Neg OnesLike PreventGradient
-    Reciprocal Relu Relu6 Rint Round Rsqrt Selu Sigmoid Sign Sin Sinh Snapshot Softplus Softsign Sqrt Square
-    StopGradient Tan Tanh ZerosLike Add AddV2 Atan2 BitwiseAnd BitwiseOr BitwiseXor Div DivNoNan Equal FloorDiv
-    FloorMod Greater GreaterEqual Less LessEqual LogicalAnd LogicalOr Maximum Minimum Mod Mul MulNoNan NotEqual Pow
-    RealDiv SquaredDifference Sub TruncateDiv TruncateMod Xdivy Xlog1py Xlogy EluGrad InvGrad LeakyReluGrad
-    ReciprocalGrad ReluGrad Relu6Grad RsqrtGrad SeluGrad SigmoidGrad SoftplusGrad SoftsignGrad SqrtGrad TanhGrad
-    AddN ClipByValue SelectV2
-"""
-ELEMENTWISE = tuple(_NAMES.split())
-"""Operators that compute each element of the output from the inputs' elements there, and broadcast shorter inputs."""
 _REDUCTIONS = "Sum Mean Max Min Prod All Any ArgMax ArgMin"
 
 OPERATORS: dict[str, Derivation] = {
@@ -166,7 +156,7 @@ OPERATORS: dict[str, Derivation] = {
     "MatMul": by_shapes.matmul_signatures,
     **dict.fromkeys(("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), by_shapes.batch_matmul_signatures),
     "Einsum": by_shapes.einsum_signatures,
-    **dict.fromkeys(ELEMENTWISE, by_shapes.elementwise_signatures),
+    **dict.fromkeys(NUMERIC, by_shapes.elementwise_signatures),
     **dict.fromkeys(("Softmax", "LogSoftmax"), by_shapes.softmax_signatures),
     "Select": by_shapes.select_signatures,
     "BroadcastTo": by_shapes.broadcast_to_signatures,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from graph_passes.analysis.operator_traits import ASKING
 from graph_passes.ir.graph import Graph, NodeDef, Ref, copied, dtype_name
 from graph_passes.ir.outline import layer_of
 from graph_passes.ir.program import (
@@ -23,8 +24,6 @@ from graph_passes.ir.program import (
     in_rows,
 )
 from graph_passes.ir.tensorflow_bridge import constant_value, is_stateful, make_constant, output_dtypes
-
-_SHAPES = frozenset({"Rank", "Shape", "Size"})
 
 
 class _Reads(NamedTuple):
@@ -110,7 +109,7 @@ def _reads(view: Graph, stage: Stage, value: Value) -> _Reads:
             node = view.nodes[name]
             if node.op == "Identity":
                 pending.append(Ref(name))
-            elif node.op in _SHAPES:
+            elif node.op in ASKING:
                 reads.shapes.append(name)
             elif _looks_up(view, node) and ref not in inputs[1:]:
                 reads.lookups.append(name)
@@ -153,7 +152,7 @@ def _why_whole(program: Program, stage: Stage, view: Graph, reads: _Reads, varia
     for name in reads.lookups:
         indices = view.inputs(name)[1]
         body = view.ancestors([indices], arguments, control=False)
-        read = {ref for each in body if view.nodes[each].op not in _SHAPES for ref in view.inputs(each)} | {indices}
+        read = {ref for each in body if view.nodes[each].op not in ASKING for ref in view.inputs(each)} | {indices}
         stateful = next((each for each in view.ordered(body) if is_stateful(view.nodes[each].op)), None)
         if stateful is not None:
             return f"{where(name)} looks up rows by the result of {view.nodes[stateful].op} {stateful!r}"

@@ -19,7 +19,8 @@ import numpy as np
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.analysis.constant_folding import Folded, fold_shapes
-from graph_passes.analysis.operator_shapes import LOOPS, CallShapes, KnownShapes, ShapeInference
+from graph_passes.analysis.operator_shapes import CallShapes, KnownShapes, ShapeInference
+from graph_passes.analysis.operator_traits import LOOPS
 from graph_passes.ir.graph import (
     Graph,
     GraphDef,

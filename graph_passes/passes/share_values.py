@@ -7,10 +7,9 @@ import math
 from collections.abc import Collection, Hashable, Mapping
 from typing import ClassVar
 
-from graph_passes.analysis.split_signatures import Shape
 from graph_passes.ir.graph import CALL_ATTR, OWN_ATTRS, Graph, GraphDef, NodeDef, Ref, control_inputs, set_inputs
 from graph_passes.ir.program import Fact, Program
-from graph_passes.ir.tensorflow_bridge import is_stateful, makes_resource, output_dtypes, takes_functions
+from graph_passes.ir.tensorflow_bridge import Shape, is_stateful, makes_resource, output_dtypes, takes_functions
 
 _LARGEST = 1024
 """The most elements of a shared value."""

@@ -11,14 +11,14 @@ from tensorflow.core.framework import types_pb2
 
 from graph_passes.analysis.split_rules import (
     Cut,
-    Shape,
     Split,
+    Splitting,
+    Whole,
     chosen_rule,
     part_name,
     split_name,
     split_rules,
 )
-from graph_passes.analysis.splitting import Splitting, Whole
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import (
     BYTES_ATTR,
@@ -39,7 +39,7 @@ from graph_passes.ir.graph import (
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.program import Fact, Program, Step
 from graph_passes.ir.replica_sums import SUM_OP
-from graph_passes.ir.tensorflow_bridge import constant_value, make_constant, output_dtypes
+from graph_passes.ir.tensorflow_bridge import Shape, constant_value, make_constant, output_dtypes
 
 _SMALL = 64
 """The most elements of a constant that could hold axes, a permutation or strides."""
