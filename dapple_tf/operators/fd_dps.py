@@ -61,19 +61,17 @@ def fd_dps(
     graph: OpGraph,
     topology: Topology,
     *,
-    split: bool = True,
     effort: float = 1.0,
     progress: Progress | None = None,
 ) -> OpPlacement:
     """Places the operators of a step so that the simulated step is short.
 
     It is never slower than `heft` and one device, nor than data parallelism as a placement (`by_batch`) and
-    `fast_t_candidate` if operators may be split.
+    `fast_t_candidate`.
 
     Args:
         graph: its operators.
         topology: the devices.
-        split: whether operators may be split.
         effort: share of the usual work that improving may take.
         progress: receives the current activity, and the share of the search that is over.
 
@@ -85,11 +83,11 @@ def fd_dps(
     island = largest_island(topology)
     alone = on_island(graph, topology, island) if len(island) < topology.count else None
     if alone is None:
-        return _placed(graph, topology, split, effort, tell)
-    everywhere = _placed(graph, topology, split, effort, lambda text, share: tell(text, 0.6 * share))
+        return _placed(graph, topology, effort, tell)
+    everywhere = _placed(graph, topology, effort, lambda text, share: tell(text, 0.6 * share))
     try:
         within = _placed(
-            *alone, split, _ISLAND_EFFORT * effort, lambda text, share: tell(f"{text}, fast links", 0.6 + 0.4 * share)
+            *alone, _ISLAND_EFFORT * effort, lambda text, share: tell(f"{text}, fast links", 0.6 + 0.4 * share)
         )
     except PlanError as error:
         _LOGGER.info("devices %s alone: %s", island, error)
@@ -97,22 +95,22 @@ def fd_dps(
     return off_island(within, topology, island) if within.seconds < everywhere.seconds else everywhere
 
 
-def _placed(graph: OpGraph, topology: Topology, split: bool, effort: float, progress: Progress) -> OpPlacement:
-    best = _search(graph, topology, split, effort, progress)
+def _placed(graph: OpGraph, topology: Topology, effort: float, progress: Progress) -> OpPlacement:
+    best = _search(graph, topology, effort, progress)
     _LOGGER.info("placed %d operators: %.4g s, from %s", best.variant.problem.count, best.seconds, best.origin)
     return placed_by(best)
 
 
 @without_collection
-def _search(graph: OpGraph, topology: Topology, split: bool, effort: float, progress: Progress) -> Candidate:
+def _search(graph: OpGraph, topology: Topology, effort: float, progress: Progress) -> Candidate:
     progress("static priorities", 0.0)
     base = variant_of(graph, topology, {})
     problem = base.problem
     budget = Budget(effort * min(_VISITS, _VISITS_EACH * problem.count))
     alike = _alike(graph, topology)
     candidates = []
-    start = by_batch(base) if topology.count > 1 and split else None
-    static = fast_t_candidate(base, start, split=split)
+    start = by_batch(base) if topology.count > 1 else None
+    static = fast_t_candidate(base, start)
     for one in (static, judged(base, *heft_schedule(problem), "HEFT")):
         candidates += [one, scheduled(one.variant, one.devices, one.origin)]
     for device in range(topology.count):
@@ -128,7 +126,7 @@ def _search(graph: OpGraph, topology: Topology, split: bool, effort: float, prog
         best = min([best, start, *placed(start.variant, None, "data parallelism's graph")], key=lambda one: one.rank)
     simpler = best
     others: list[Candidate] = []
-    if split and topology.count > 1:
+    if topology.count > 1:
         best, *others = split_candidates(
             base, best, budget, lambda text: progress(text, 0.3 + 0.4 * budget.spent_share)
         )

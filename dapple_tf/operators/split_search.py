@@ -107,7 +107,7 @@ def by_batch(base: Variant) -> Candidate | None:
     return min((one.candidate for one in tried if one is not None), key=lambda one: one.rank, default=None)
 
 
-def fast_t_candidate(base: Variant, start: Candidate | None, *, split: bool = True) -> Candidate:
+def fast_t_candidate(base: Variant, start: Candidate | None) -> Candidate:
     """Returns FastT's placement (Yi et al., Middleware 2020), named in sections 2.2 and 5.2 of FD-DPS.
 
     It begins with the graph of data parallelism, whose operators DPOS places and orders. OS-DPOS then takes the whole
@@ -117,12 +117,11 @@ def fast_t_candidate(base: Variant, start: Candidate | None, *, split: bool = Tr
     Args:
         base: the graph without splits.
         start: data parallelism; None begins with the operators as they are.
-        split: whether OS-DPOS splits operators.
     """
     best = dpos(base if start is None else start.variant)
     graph, devices = base.problem.graph, base.problem.devices
     number = {name: op for op, name in enumerate(graph.names)}
-    for name in _whole_and_critical(best.variant.problem) if split else ():
+    for name in _whole_and_critical(best.variant.problem):
         better = best
         for rule in graph.splits[number[name]]:
             parts = min(devices, rule.length)
