@@ -137,7 +137,7 @@ def test_values_that_only_devices_have_move_with_them() -> None:
         own = model()
     pipelined = transform(own, prepared_steps=1)
     assert train(pipelined) == unbounded()[0].logs
-    assert pipelined._engine.state.deferred
+    assert pipelined._engine.values.deferred
     unbounded()[0].assert_equal(pipelined)
 
 

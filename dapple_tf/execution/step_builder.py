@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import logging
@@ -58,6 +57,7 @@ class StepBuilder:
         placer: places single operators; None if stages run as a whole.
         notes: where training differs from plain Keras.
         builds: (mode, structure of batches, whether layers behave as in training) -> its stage functions and steps.
+        holdings: the variables that devices keep, by the stages that read them. Another object when others keep them.
     """
 
     def __init__(
@@ -69,7 +69,6 @@ class StepBuilder:
         timing: Preparation,
         operator_costs: OperatorCosts | None,
         add: Callable[[GraphDef, str], None],
-        moving: Callable[[list[Holding]], contextlib.AbstractContextManager[bool]],
         pipeline: Pipeline | None = None,
     ) -> None:
         """Starts with nothing built.
@@ -82,16 +81,15 @@ class StepBuilder:
             timing: records what is prepared, and its seconds.
             operator_costs: costs of single operators, for a plan that places them; None estimates them.
             add: adds a graph to the session's, under a name.
-            moving: makes a context, entered with what devices keep before other devices keep it, which yields whether
-                everything has to be built again.
             pipeline: the passes; None for those of this package.
         """
         self._model, self._cluster, self._plan, self._table, self._timing = model, cluster, plan, table, timing
-        self._add, self._moving = add, moving
+        self._add = add
         self.passes = StepPasses(plan, cluster) if pipeline is None else StepPasses(plan, cluster, pipeline)
         self.placer = self.passes.placer(operator_costs)
         self.notes = NoteLog(model.name)
         self.builds: dict[tuple[Mode, str, bool], Build] = {}
+        self.holdings: Sequence[Holding] = ()
         self._storage_devices: StorageDevices = {}
         self._trained_devices = False
         self._owners: dict[str, tuple[int, ...]] = {}
@@ -193,7 +191,7 @@ class StepBuilder:
         updates: Sequence[GroupUpdate],
         storage_devices: StorageDevices,
     ) -> None:
-        """Settles which devices keep which variables. Training decides; earlier builds are then built again."""
+        """Settles which devices keep which variables. Training decides."""
         optimizer, in_shards = self._optimizer_variables, self._in_shards
         if updates:
             optimizer, in_shards = optimizer_variables(updates), stored_in_shards(updates)
@@ -204,28 +202,19 @@ class StepBuilder:
             self._storage_devices,
         ):
             return
-        with self._moving(self.holdings()) as again:
-            if again:
-                self.builds = {}
-            self._owners, self._storage_devices = owners, storage_devices
-            self._optimizer_variables, self._in_shards = optimizer, in_shards
+        self._owners, self._storage_devices = owners, storage_devices
+        self._optimizer_variables, self._in_shards = optimizer, in_shards
+        self.holdings = holdings(self._table, owners, optimizer, self.passes.devices, storage_devices, in_shards)
 
-    def holdings(self) -> list[Holding]:
-        """Returns the variables that devices keep, by the stages that read them."""
-        return holdings(
-            self._table,
-            self._owners,
-            self._optimizer_variables,
-            self.passes.devices,
-            self._storage_devices,
-            self._in_shards,
-        )
+    def keep(self, built: Build) -> None:
+        """Forgets all stage functions but these, as other devices keep the variables."""
+        self.builds = {key: own for key, own in self.builds.items() if own is built}
 
     def stored_bytes(self, program: Program, device: str) -> int:
         """Returns the bytes of the variables, optimizer slots and gradient accumulators on a device."""
         if self.placer is None:
-            return self.passes.stored_bytes(program, self.holdings(), device)
-        kept = [v for holding in self.holdings() if device in holding.devices for v in holding.variables]
+            return self.passes.stored_bytes(program, self.holdings, device)
+        kept = [v for holding in self.holdings if device in holding.devices for v in holding.variables]
         for stage in program.stages if self._plan.accumulates() else ():
             accumulators = (variable for _, variable, _ in stage.gradients)
             own = self.passes.devices[stage.index]
@@ -240,7 +229,7 @@ class StepBuilder:
 
     def schedule(self, built: Build, layout: Layout) -> Schedule:
         """Returns the order of tasks for a batch."""
-        return self.passes.schedule(built, layout, self.holdings())
+        return self.passes.schedule(built, layout, self.holdings)
 
     def carries(self, built: Build, want_gradients: bool) -> bool:
         """Whether a step leaves updates to the next one."""
@@ -356,6 +345,6 @@ class StepBuilder:
     def sources(self) -> list[StepSource]:
         """The sources of the steps prepared so far, for each mode and structure of batches."""
         return [
-            StepSource(built, training, max(built.steps, default=None), self._owners, self.holdings())
+            StepSource(built, training, max(built.steps, default=None), self._owners, self.holdings)
             for (_, _, training), built in self.builds.items()
         ]
