@@ -33,7 +33,6 @@ from dapple_tf.execution.growing import Growing, GrowthRecord
 from dapple_tf.execution.notes import NoteKind
 from dapple_tf.execution.recovery import FaultRecord, Recovery, learning_rate, wait_for_workers
 from dapple_tf.execution.terminal import batch_done
-from dapple_tf.execution.values import LiveValues
 from dapple_tf.frontend.batch import CANCELLED, Batch, BatchSpec
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.metrics import RunningMetrics
@@ -136,16 +135,15 @@ class Runtime:
         return Deployment(self.cluster, self.plan)
 
     def _start(self, deployment: Deployment) -> None:
-        settings = (self._recovery.policy, self._operator_costs, self._pipeline, self._prepared_steps)
+        settings = (self._recovery, self._operator_costs, self._pipeline, self._prepared_steps)
         cluster, plan = deployment
         engine = Engine(self.model, cluster, plan, *settings)
         engine.builder.notes.quiet = self._quiet
-        self.values = LiveValues(engine, self._recovery)
         if "metrics" in vars(self):
             self.metrics.follow(engine.table)
         else:
             self.metrics = RunningMetrics(self.model, engine.table)
-        self.engine, self.cluster, self.plan = engine, cluster, plan
+        self.engine, self.values, self.cluster, self.plan = engine, engine.values, cluster, plan
         self._spec = None
         self._watch()
 
@@ -185,7 +183,7 @@ class Runtime:
         with eager_mode():  # Python may collect this object while a graph is being made.
             try:
                 # A session is freed before this only if the user's model goes, too, and needs no values.
-                self.close(sync=not self.engine.state.deferred and not self.engine.session.freed)
+                self.close(sync=not self.values.deferred and not self.engine.session.freed)
             except (DappleError, tf.errors.OpError) as error:
                 logger.warning("model %r: %s; %s", self.model.name, reason(error), self.kept)
 
@@ -227,7 +225,7 @@ class Runtime:
             WorkerLostError: a worker that has them was lost, and the policy doesn't wait or it isn't back in time.
         """
         names = [self._watched[id(variable)][1] for variable in variables]
-        if self.engine.state.ahead or self.values.restoring:
+        if self.values.ahead or self.values.restoring:
             with self._looking:
                 self._surviving(lambda: self.values.look(names))
         else:
@@ -251,7 +249,7 @@ class Runtime:
 
         A model without its own values isn't synced: its devices begin again.
         """
-        if not self.engine.state.deferred:
+        if not self.values.deferred:
             self.sync()
         self.values.load()
 
@@ -285,7 +283,7 @@ class Runtime:
         """Values that remain if the devices' are lost, for messages."""
         steps = self.steps - self._synced
         ago = f"{counted(steps, 'step')} ago"
-        if self.engine.state.deferred:
+        if self.values.deferred:
             return f"the devices begin again with the model's initial values, of {ago}"
         return f"the model keeps the values of its last sync(), {ago}"
 
@@ -294,9 +292,9 @@ class Runtime:
         plan = dataclasses.replace(self.plan, report=None).to_json()
 
         def begin() -> pathlib.Path:
-            engine = self.engine if self.values.settle() else None
+            kept = self.values if self.values.settle() else None
             return self.saver.save(
-                directory, self.model, engine, step=self.steps, progress=progress, plan=plan, keep=keep
+                directory, self.model, kept, step=self.steps, progress=progress, plan=plan, keep=keep
             )
 
         return self._surviving(begin)
@@ -310,9 +308,9 @@ class Runtime:
         self.saver.finish()
         self.saver.newest = None  # It may be of a later step, which no longer belongs to this training.
         self._others_first()
-        self._surviving(lambda: self.values.restore(Restoration(source, self.model, self.engine)))
+        self._surviving(lambda: self.values.restore(Restoration(source, self.model, self.values)))
         self.steps = self._synced = source.manifest.step
-        if not self.engine.state.deferred:
+        if not self.values.deferred:
             self.sync()  # A step that fails doesn't undo it.
 
     # ---- steps
@@ -320,14 +318,14 @@ class Runtime:
     def train(self, batch: Batch, *, trace: bool = False) -> StepResult:
         """Trains on a batch; see `run`."""
         prepared, began = self.engine.builder.num_steps, time.monotonic()
-        if not self.engine.state.ahead:
+        if not self.values.ahead:
             self._synced_at = began
         result = self.run(Mode.TRAIN, batch, trace=trace)
         if self.engine.builder.num_steps != prepared:
             self._synced_at += time.monotonic() - began
         self.steps += 1
         self._spec = batch.spec
-        self._recovery.trained(self.steps, batch, self.engine.state.learning_rate)
+        self._recovery.trained(self.steps, batch, self.values.learning_rate)
         self._note_checkpoint()
         return result
 
@@ -338,7 +336,7 @@ class Runtime:
         late = not self.cluster.addresses and began - self._synced_at > longest
         if not late and not self._recovery.full:
             return
-        if not self.engine.state.deferred:
+        if not self.values.deferred:
             self.sync()
             self._sync_seconds = time.monotonic() - began
         elif self._recovery.full and len(self._recovery.log) % self._recovery.policy.replay_steps == 0:
@@ -363,8 +361,8 @@ class Runtime:
             with self._shown(mode, batch, prepared):
                 if prepared is None and self.engine.full:
                     with self._looking:
-                        self.values.make_room()
-                self.values.prepare(mode, batch.spec, training)
+                        self.engine.make_room()
+                self.engine.prepare(mode, batch.spec, training)
                 self._watch()
                 metrics = self.metrics.feeds() if mode is not Mode.PREDICT else None
                 return self.engine.run(mode, batch.spec, batch.arrays, training=training, metrics=metrics, **options)
@@ -376,7 +374,7 @@ class Runtime:
             batch_done()
             return result
         except tf.errors.OpError as error:
-            lost = self.engine.state.updating
+            lost = self.values.updating
             if lost:
                 self.drop()  # Some stages may have been updated and others not.
             kept = f"; {self.kept}" if lost else ""
@@ -443,7 +441,7 @@ class Runtime:
             else:
                 self._recovery.succeeded()
                 self._cancelled = False
-                if not self.engine.state.ahead:
+                if not self.values.ahead:
                     self._synced = self.steps
                 return result
 
@@ -562,7 +560,7 @@ class Runtime:
         """
         if not self._growing.former or self.engine.session.lost is not None:
             return
-        deferred = self.engine.state.deferred
+        deferred = self.values.deferred
         if deferred and len(self._recovery.log) > _FEW_REPLAYED:
             return
         address = batch.address
@@ -614,23 +612,22 @@ class Runtime:
             assert isinstance(base, pathlib.Path)
             self.values.restore_again(base)
             return
-        with learning_rate(self.engine.state.learning_rate) as set_rate:
+        with learning_rate(self.values.learning_rate) as set_rate:
             try:
-                self.values.recover(spec)
+                self.engine.recover(spec)
             except CheckpointError as error:
                 if not recovery.fall_back():
                     raise
                 self.saver.newest = None
                 former = "the values in memory" if isinstance(recovery.base, Mapping) else recovery.base
                 logger.warning("%s; going back to %s, %d steps before", error, former, len(recovery.log))
-                self.values.recover(spec)
+                self.engine.recover(spec)
             for entry in recovery.log:
                 set_rate(entry.rate)
                 batch = entry.batch
-                self.engine.state.push(entry.assigned)
+                self.values.push(entry.assigned)
                 self.engine.run(Mode.TRAIN, batch.spec, batch.arrays, metrics=self.metrics.feeds())
-            self.engine.state.push(recovery.last)
-            self.values.replayed()
+            self.values.push(recovery.last)
         logger.info("trained again on %d batches, up to step %d", len(recovery.log), self.steps)
 
     def _cause(self, batch: Batch, *, loss: bool) -> str:
@@ -638,7 +635,7 @@ class Runtime:
 
         TensorFlow often reports only that some device was waiting for the one that failed.
         """
-        if self.engine.state.deferred or batch.address is not None:
+        if self.values.deferred or batch.address is not None:
             return ""
         arrays = iter(batch.arrays)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import keras
 
@@ -16,7 +15,7 @@ from dapple_tf.common.garbage import without_collection
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.errors import CaptureError
-from dapple_tf.execution.builds import Build, StepKind, StepSource
+from dapple_tf.execution.builds import Build, BuiltStep, Flush, StepKind, StepSource
 from dapple_tf.execution.notes import NoteLog, notes_of, pairs
 from dapple_tf.execution.preparation import Preparation
 from dapple_tf.execution.step_passes import StepPasses
@@ -38,9 +37,8 @@ from dapple_tf.variables.parameter_groups import (
     whole_tables,
 )
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import GraphDef
 from graph_passes.ir.group_update import GroupUpdate
-from graph_passes.ir.program import Layout, Program, Step, Variable
+from graph_passes.ir.program import Layout, Program, Variable
 from graph_passes.ir.storage import bytes_of
 from graph_passes.ir.tasks import Schedule
 from graph_passes.pass_manager import Pass, Pipeline, run_passes
@@ -58,6 +56,7 @@ class StepBuilder:
         placer: places single operators; None if stages run as a whole.
         notes: where training differs from plain Keras.
         builds: (mode, structure of batches, whether layers behave as in training) -> its stage functions and steps.
+        holdings: the variables that devices keep, by the stages that read them. Another object when others keep them.
     """
 
     def __init__(
@@ -68,8 +67,6 @@ class StepBuilder:
         table: VariableTable,
         timing: Preparation,
         operator_costs: OperatorCosts | None,
-        add: Callable[[GraphDef, str], None],
-        moving: Callable[[list[Holding]], contextlib.AbstractContextManager[bool]],
         pipeline: Pipeline | None = None,
     ) -> None:
         """Starts with nothing built.
@@ -81,17 +78,14 @@ class StepBuilder:
             table: names of the model's variables.
             timing: records what is prepared, and its seconds.
             operator_costs: costs of single operators, for a plan that places them; None estimates them.
-            add: adds a graph to the session's, under a name.
-            moving: makes a context, entered with what devices keep before other devices keep it, which yields whether
-                everything has to be built again.
             pipeline: the passes; None for those of this package.
         """
         self._model, self._cluster, self._plan, self._table, self._timing = model, cluster, plan, table, timing
-        self._add, self._moving = add, moving
         self.passes = StepPasses(plan, cluster) if pipeline is None else StepPasses(plan, cluster, pipeline)
         self.placer = self.passes.placer(operator_costs)
         self.notes = NoteLog(model.name)
         self.builds: dict[tuple[Mode, str, bool], Build] = {}
+        self.holdings: Sequence[Holding] = ()
         self._storage_devices: StorageDevices = {}
         self._trained_devices = False
         self._owners: dict[str, tuple[int, ...]] = {}
@@ -193,7 +187,7 @@ class StepBuilder:
         updates: Sequence[GroupUpdate],
         storage_devices: StorageDevices,
     ) -> None:
-        """Settles which devices keep which variables. Training decides; earlier builds are then built again."""
+        """Settles which devices keep which variables. Training decides."""
         optimizer, in_shards = self._optimizer_variables, self._in_shards
         if updates:
             optimizer, in_shards = optimizer_variables(updates), stored_in_shards(updates)
@@ -204,28 +198,19 @@ class StepBuilder:
             self._storage_devices,
         ):
             return
-        with self._moving(self.holdings()) as again:
-            if again:
-                self.builds = {}
-            self._owners, self._storage_devices = owners, storage_devices
-            self._optimizer_variables, self._in_shards = optimizer, in_shards
+        self._owners, self._storage_devices = owners, storage_devices
+        self._optimizer_variables, self._in_shards = optimizer, in_shards
+        self.holdings = holdings(self._table, owners, optimizer, self.passes.devices, storage_devices, in_shards)
 
-    def holdings(self) -> list[Holding]:
-        """Returns the variables that devices keep, by the stages that read them."""
-        return holdings(
-            self._table,
-            self._owners,
-            self._optimizer_variables,
-            self.passes.devices,
-            self._storage_devices,
-            self._in_shards,
-        )
+    def keep(self, built: Build) -> None:
+        """Forgets all stage functions but these, as other devices keep the variables."""
+        self.builds = {key: own for key, own in self.builds.items() if own is built}
 
     def stored_bytes(self, program: Program, device: str) -> int:
         """Returns the bytes of the variables, optimizer slots and gradient accumulators on a device."""
         if self.placer is None:
-            return self.passes.stored_bytes(program, self.holdings(), device)
-        kept = [v for holding in self.holdings() if device in holding.devices for v in holding.variables]
+            return self.passes.stored_bytes(program, self.holdings, device)
+        kept = [v for holding in self.holdings if device in holding.devices for v in holding.variables]
         for stage in program.stages if self._plan.accumulates() else ():
             accumulators = (variable for _, variable, _ in stage.gradients)
             own = self.passes.devices[stage.index]
@@ -240,7 +225,7 @@ class StepBuilder:
 
     def schedule(self, built: Build, layout: Layout) -> Schedule:
         """Returns the order of tasks for a batch."""
-        return self.passes.schedule(built, layout, self.holdings())
+        return self.passes.schedule(built, layout, self.holdings)
 
     def carries(self, built: Build, want_gradients: bool) -> bool:
         """Whether a step leaves updates to the next one."""
@@ -272,46 +257,36 @@ class StepBuilder:
         apart = apart or ((want_gradients or trace) and self.passes.joins(built, samples))
         return StepKind(samples, self.carries(built, want_gradients), head, apart, on_workers, in_parts)
 
-    def step(self, built: Build, kind: StepKind) -> tuple[str, Step]:
-        """Returns a step's prefix in the session's graph, and the step; made once, until `leave` forgets it."""
+    def step(self, built: Build, kind: StepKind) -> BuiltStep:
+        """Returns a step, made once, until `leave` forgets it."""
         if kind not in built.steps:
             built.steps[kind] = self._make_step(built, kind)
-        name, step = built.steps[kind]
-        for needed in (name, built.flush_graph) if kind.carries else (name,):
-            if needed in built.absent:
-                self._add(built.graphs[needed], needed)
-                built.absent.remove(needed)
-        return name, step
+        return built.steps[kind]
 
     @without_collection
-    def _make_step(self, built: Build, kind: StepKind) -> tuple[str, Step]:
-        complete = None
+    def _make_step(self, built: Build, kind: StepKind) -> BuiltStep:
+        complete, placements = None, dict[int, OpPlacement]()
         if self.placer is not None:
             placed = built.placed.pop(kind, None) or self._place(
                 self.placer, built, kind, self._owners, self._storage_devices
             )
-            program = placed.program
-            built.placements[kind] = placed.placements
+            program, placements = placed.program, dict(placed.placements)
         else:
             complete = self._complete(built, kind, self._owners)
             program, _ = complete
-        name = f"{built.prefix}{kind.samples}" + "".join(f"_{told}" for told in kind._fields[1:] if getattr(kind, told))
-        self._add(program.graph, name)
-        built.graphs[name] = program.graph
         if kind.carries and built.flush is None:
-            self._make_flush(built, *(complete or self._complete(built, kind, self._owners)))
-        built.nodes[name] = step_nodes(program)
-        return name, program.own_step
+            built.flush = self._flush(built, *(complete or self._complete(built, kind, self._owners)))
+        name = f"{built.prefix}{kind.samples}" + "".join(f"_{told}" for told in kind._fields[1:] if getattr(kind, told))
+        return BuiltStep(name, program.own_step, program.graph, step_nodes(program), placements)
 
-    def _make_flush(self, built: Build, program: Program, passes: Sequence[Pass]) -> None:
-        """Adds the graph of the updates that a complete step carries over, which these passes have made."""
+    def _flush(self, built: Build, program: Program, passes: Sequence[Pass]) -> Flush:
+        """Returns the updates that a complete step carries over, which these passes have made."""
         update = next(item for item in passes if isinstance(item, Update))
         graph, node = flush(dataclasses.replace(update, first_key=collective_keys()), program)
         if self.placer is not None:
             graph = self.placer.place_flush(graph, node, program, self._storage_devices, [self._timing])
-        self._add(graph, built.flush_graph)
-        built.graphs[built.flush_graph] = graph
-        built.flush = f"{built.flush_graph}/{node}"
+        name = f"{built.prefix}flush"
+        return Flush(name, graph, f"{name}/{node}")
 
     @property
     def num_steps(self) -> int:
@@ -319,12 +294,9 @@ class StepBuilder:
         return sum(len(built.steps) for built in self.builds.values())
 
     def leave(self, names: Collection[str]) -> None:
-        """Notes that the session's graph is an empty one, to which steps of these names are added when they are needed.
-
-        Other steps are forgotten, and made again when they are needed.
-        """
+        """Forgets all steps but the named ones; they are made again when they are needed."""
         for built in self.builds.values():
-            built.leave(names)
+            built.steps = {kind: step for kind, step in built.steps.items() if step.name in names}
 
     def _complete(
         self, built: Build, kind: StepKind, owners: Mapping[str, tuple[int, ...]]
@@ -345,10 +317,10 @@ class StepBuilder:
     def placements(self) -> Mapping[int, OpPlacement]:
         """Stage -> placement of the operators in the largest training step; empty as long as there is none."""
         by_samples = {
-            kind.samples: placements
+            kind.samples: step.placements
             for built in self.builds.values()
             if built.mode is Mode.TRAIN
-            for kind, placements in built.placements.items()
+            for kind, step in built.steps.items()
         }
         return by_samples[max(by_samples)] if by_samples else {}
 
@@ -356,6 +328,6 @@ class StepBuilder:
     def sources(self) -> list[StepSource]:
         """The sources of the steps prepared so far, for each mode and structure of batches."""
         return [
-            StepSource(built, training, max(built.steps, default=None), self._owners, self.holdings())
+            StepSource(built, training, max(built.steps, default=None), self._owners, self.holdings)
             for (_, _, training), built in self.builds.items()
         ]
