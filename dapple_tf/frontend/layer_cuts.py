@@ -90,6 +90,7 @@ def with_functions(
     recompute: str = "none",
     *,
     samples: int | None = None,
+    split: bool = False,
     on_gpu: bool = False,
 ) -> Program:
     """Runs pass 4: from graphs with gradients to functions F and B, named with a prefix unique in a session.
@@ -99,9 +100,10 @@ def with_functions(
         prefix: start of the functions' names.
         recompute: as in `StageForm`.
         samples: samples of all slices, as training knows them; None for functions of any size.
+        split: whether there are Bx and Bw in place of B.
         on_gpu: whether they run on a GPU.
     """
-    form = StageForm(recompute, samples=samples, on_gpu=on_gpu)
+    form = StageForm(recompute, split=split, samples=samples, on_gpu=on_gpu)
     return run_passes(program, [Partition(form, prefix=prefix, counted=False)])
 
 
