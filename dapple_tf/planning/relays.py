@@ -10,8 +10,7 @@ from dapple_tf.describe.plan_checks import refused
 from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.choice import Choice
 from dapple_tf.planning.plan_request import PlanRequest
-from dapple_tf.simulation.cost import CostModel
-from dapple_tf.simulation.legs import Leg, legs_of
+from dapple_tf.simulation.cost import CostModel, Leg, legs_of
 from dapple_tf.simulation.simulator import tried
 
 _LEAST_GAIN = 0.05
