@@ -18,8 +18,7 @@ from dapple_tf.planning.plan_request import Changes, Move, PlanRequest
 from dapple_tf.planning.planner import plan as find_plan
 from dapple_tf.planning.reductions import early_reductions
 from dapple_tf.simulation.cost import CostModel
-from dapple_tf.simulation.least_times import LeastTimes
-from dapple_tf.simulation.simulator import run, tried
+from dapple_tf.simulation.simulator import LeastTimes, run, tried
 
 PLAN = Plan.manual(["layer_1"], [[0, 1], [2]], 2, 8)
 

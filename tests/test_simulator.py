@@ -21,8 +21,7 @@ from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile, SharedParameters, Tensor
 from dapple_tf.planning.planner import plan as planned
 from dapple_tf.schedules.schedules import POLICIES, make_schedule
-from dapple_tf.simulation.cost import CostModel
-from dapple_tf.simulation.legs import Leg
+from dapple_tf.simulation.cost import CostModel, Leg
 from dapple_tf.simulation.simulator import Simulation, simulate
 from dapple_tf.view.timeline import Span
 from graph_passes.ir.relays import sources_of

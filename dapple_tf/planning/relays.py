@@ -9,7 +9,7 @@ from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.plan_checks import refused
 from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.plan_request import PlanRequest
-from dapple_tf.simulation.legs import Leg, legs_of
+from dapple_tf.simulation.cost import Leg, legs_of
 
 _LEAST_GAIN = 0.05
 """The least time that relays must save at the busiest port to be guessed, as a fraction of a device's computation."""

@@ -11,8 +11,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from dapple_tf.simulation.cost import CostModel, Message
-from dapple_tf.simulation.legs import Leg
+from dapple_tf.simulation.cost import CostModel, Leg, Message
 from dapple_tf.view.timeline import ALL_REDUCE, SEND
 from graph_passes.ir.tasks import Phase, Schedule, Task, piece_order
 
