@@ -30,8 +30,8 @@ from dapple_tf.operators.op_graph import (
     compile_problem,
     tails,
 )
-from dapple_tf.operators.placement_candidates import Candidate, Pieces, judged, placed_by, scheduled, variant_of
-from dapple_tf.operators.simulated_placement import simulate
+from dapple_tf.operators.pieces import Pieces
+from dapple_tf.operators.simulated_placement import Candidate, judged, placed_by, scheduled, simulate
 from dapple_tf.operators.split_search import by_batch, fast_t_candidate
 from dapple_tf.operators.step_placer import MICRO_BATCHES, Kinds, place_average_slice, searched
 from dapple_tf.tools.evaluation.mp_dps import mp_dps_candidate, predicted_paths
@@ -44,17 +44,17 @@ SHAPES = ("layered", "fork_join", "chains", "random")
 
 
 def heft(graph: OpGraph, links: Topology) -> OpPlacement:
-    whole = variant_of(graph, links, {})
-    return placed_by(judged(whole, *heft_schedule(whole.problem), "HEFT"))
+    whole = compile_problem(graph, links)
+    return placed_by(judged(whole, *heft_schedule(whole), "HEFT"))
 
 
 def fast_t(graph: OpGraph, links: Topology) -> OpPlacement:
-    whole = variant_of(graph, links, {})
+    whole = compile_problem(graph, links)
     return placed_by(fast_t_candidate(whole, by_batch(whole)))
 
 
 def mp_dps(graph: OpGraph, links: Topology) -> OpPlacement:
-    whole = variant_of(graph, links, {})
+    whole = compile_problem(graph, links)
     return placed_by(mp_dps_candidate(whole, by_batch(whole)))
 
 
@@ -154,7 +154,7 @@ def normalised(devices: int = 2) -> OpGraph:
 
 
 def start_of(graph: OpGraph, links: Topology) -> Candidate:
-    start = by_batch(variant_of(graph, links, {}))
+    start = by_batch(compile_problem(graph, links))
     assert start is not None
     return start
 
@@ -162,14 +162,14 @@ def start_of(graph: OpGraph, links: Topology) -> Candidate:
 def test_all_operators_on_samples_are_split_and_part_k_is_on_device_k() -> None:
     graph, links = normalised(), topology(2)
     start = start_of(graph, links)
-    assert start.variant.splits == {name: Split("batch", 2) for name in ("Conv_1", "Mean_2", "Sub_3", "Grad_4")}
+    assert start.problem.graph.applied == {name: Split("batch", 2) for name in ("Conv_1", "Mean_2", "Sub_3", "Grad_4")}
     placement = placed_by(start)
-    for name in start.variant.splits:
+    for name in start.problem.graph.applied:
         assert [placement.devices[f"{name}/part{part}"] for part in range(2)] == [0, 1]
     assert placement.devices["Read_0"] == placement.devices["Assign_5"]
     assert placement.seconds == simulated(graph, links, placement).seconds
-    assert by_batch(variant_of(random_graph(5, 2, 0), links, {})) is None
-    assert by_batch(variant_of(normalised(9), topology(9), {})) is None  # of 8 samples
+    assert by_batch(compile_problem(random_graph(5, 2, 0), links)) is None
+    assert by_batch(compile_problem(normalised(9), topology(9))) is None  # of 8 samples
     with pytest.raises(PlacementError, match="no operator can be split by batch"):
         data_parallel(random_graph(5, 2, 0), links)
 
@@ -186,7 +186,7 @@ def test_operators_that_the_batch_isnt_linked_with_are_split_where_that_pays(sec
     loss = builder.add("Loss", 0.1, 4.0, (z,))
     gradient = builder.add("Grad", 0.1, 4e3, (y, loss), rules=(SplitRule("batch", 8, (0, None), (None,)),))
     builder.add("Assign", 0.01, 0.0, (gradient, read), group="v")
-    splits = start_of(builder.graph(), topology(2)).variant.splits
+    splits = start_of(builder.graph(), topology(2)).problem.graph.applied
     assert splits.keys() == {"Conv_1", "Mean_2", "Mul_4", "Grad_8"} | split
 
 
@@ -201,7 +201,7 @@ def test_a_variables_rows_are_no_samples() -> None:
     own = tuple(SplitRule(name, 8, (axis,), (axis,)) for axis, name in enumerate(("batch", "channel")))
     update = builder.add("Square", 1.0, 4e3, (gradient,), rules=own)
     builder.add("Assign", 0.01, 0.0, (update, read), group="v")
-    splits = start_of(builder.graph(), topology(2)).variant.splits
+    splits = start_of(builder.graph(), topology(2)).problem.graph.applied
     assert splits == {name: Split("batch", 2) for name in ("MatMul_1", "Grad_2")}
 
 
@@ -370,10 +370,10 @@ def test_small_graphs_are_within_5_percent_of_the_optimum(seed: int) -> None:
 def test_rounds_go_on_where_layouts_of_more_operators_are_ahead() -> None:
     """They ended there, as a round of a larger graph is dearer, and what they had found was dropped."""
     graph, links = chain_network(4, layers=4), topology(4)
-    whole = variant_of(graph, links, {})
+    whole = compile_problem(graph, links)
     alone, parts = scheduled(whole, [0] * graph.count, "one device"), start_of(graph, links)
     assert parts.seconds < 0.3 * alone.seconds
-    assert parts.variant.problem.count > 2 * graph.count
+    assert parts.problem.count > 2 * graph.count
     visits = 30 * graph.count / 0.05 + 1  # a first round of 10 simulations of the whole operators
     best = _improved_best([alone], [parts, parts._replace(origin="again")], [], visits)
     assert best.rank <= parts.rank

@@ -18,14 +18,13 @@ from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.measuring.cost_fit import cost_through
 from dapple_tf.measuring.layer_memory import has_gradient, kept_tensors, layers_with_variables, stage_shapes
 from dapple_tf.measuring.timed_step import input_gradients_of
-from dapple_tf.operators.build_op_graph import operator_signatures
-from dapple_tf.operators.function_work import FunctionWork
+from dapple_tf.operators.build_op_graph import OperatorSeconds, operator_signatures
 from dapple_tf.operators.op_costs import OperatorCosts, device_kind
 from dapple_tf.operators.signatures import OpSignature
 from graph_passes.ir.graph import Graph, Ref
 from graph_passes.ir.node_kinds import METADATA
 from graph_passes.ir.program import Program, Stage, ValueKind
-from graph_passes.ir.tensorflow_bridge import Shape, dtype_size, is_stateful, takes_functions
+from graph_passes.ir.tensorflow_bridge import Shape, dtype_size, is_stateful
 
 _TASK_SECONDS = 50e-6
 """Seconds to start a task."""
@@ -70,13 +69,8 @@ class StageOperators:
 
     def estimates(self, costs: OperatorCosts, kind: str) -> dict[str, float]:
         """Returns operator -> its time by its roofline on a kind of device."""
-        functions = FunctionWork(self._stage.own_graph, costs, self._shapes)
-        return {
-            name: functions.seconds(self._graph.nodes[name], made, kind)
-            if takes_functions(made.op)
-            else costs.seconds(made, kind)
-            for name, made in self.signatures.items()
-        }
+        seconds = OperatorSeconds(self._stage.own_graph, costs, self._shapes)
+        return {name: seconds.of(self._graph.nodes[name], made, kind) for name, made in self.signatures.items()}
 
     def amounts(self, seconds: Mapping[str, float]) -> Amounts:
         """Returns the stage's costs by its operators' times; operators without a time cost nothing."""

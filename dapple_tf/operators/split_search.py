@@ -15,16 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from dapple_tf.operators.list_scheduler import critical_path, dpos_schedule, fd_dps_schedule, heft_schedule
-from dapple_tf.operators.op_graph import OpGraph, PlacementError, PlacementProblem
-from dapple_tf.operators.placement_candidates import (
-    Candidate,
-    Pieces,
-    Variant,
-    judged,
-    ordered_sources,
-    scheduled,
-    variant_of,
-)
+from dapple_tf.operators.op_graph import OpGraph, PlacementError, PlacementProblem, compile_problem
+from dapple_tf.operators.pieces import Pieces
+from dapple_tf.operators.simulated_placement import Candidate, judged, ordered_sources, scheduled
 from dapple_tf.operators.split_graph import apply_splits
 from dapple_tf.operators.split_layouts import Layout, Layouts
 from graph_passes.analysis.split_rules import Split, part_name
@@ -67,23 +60,23 @@ class Budget:
 
 
 def placed(
-    variant: Variant, pinned: np.ndarray | None, origin: str, weights: Sequence[float] = (1.0, 0.0)
+    problem: PlacementProblem, pinned: np.ndarray | None, origin: str, weights: Sequence[float] = (1.0, 0.0)
 ) -> list[Candidate]:
     """Places a graph's pieces by dynamic critical paths and by ranks, with queues for single operators.
 
     Args:
-        variant: the graph.
+        problem: the operators.
         pinned: device of each group, in place of the graph's own.
         origin: how they are found.
         weights: of communication in paths after operators.
     """
-    pieces = Pieces.of(variant.problem, pinned)
+    pieces = Pieces.of(problem, pinned)
     candidates = []
     for weight in weights:
         devices = fd_dps_schedule(pieces.problem, weight=weight)[0]
-        candidates.append(scheduled(variant, pieces.spread(devices), origin))
+        candidates.append(scheduled(problem, pieces.spread(devices), origin))
     devices = heft_schedule(pieces.problem)[0]
-    candidates.append(scheduled(variant, pieces.spread(devices), f"{origin}, by ranks"))
+    candidates.append(scheduled(problem, pieces.spread(devices), f"{origin}, by ranks"))
     return candidates
 
 
@@ -92,7 +85,7 @@ def placed_cost(count: int) -> float:
     return 6.0 * count
 
 
-def by_batch(base: Variant) -> Candidate | None:
+def by_batch(base: PlacementProblem) -> Candidate | None:
     """Splits operators on samples by the batch, part k on device k: data parallelism as a placement.
 
     Each variable stays on one device, which sends it to the others and updates it, and sums over the batch are over all
@@ -102,12 +95,12 @@ def by_batch(base: Variant) -> Candidate | None:
         The better placement of `batch_layouts`; None if no operator can be split into as many parts as there are
         devices.
     """
-    layouts = Layouts(base.problem, base.problem.devices)
-    tried = (_tried(base, layouts, layout, None, lambda text: None) for layout in batch_layouts(layouts))
+    layouts = Layouts(base, base.devices)
+    tried = (_tried(layouts, layout, None, lambda text: None) for layout in batch_layouts(layouts))
     return min((one.candidate for one in tried if one is not None), key=lambda one: one.rank, default=None)
 
 
-def fast_t_candidate(base: Variant, start: Candidate | None) -> Candidate:
+def fast_t_candidate(base: PlacementProblem, start: Candidate | None) -> Candidate:
     """Returns FastT's placement (Yi et al., Middleware 2020), named in sections 2.2 and 5.2 of FD-DPS.
 
     It begins with the graph of data parallelism, whose operators DPOS places and orders. OS-DPOS then takes the whole
@@ -118,26 +111,26 @@ def fast_t_candidate(base: Variant, start: Candidate | None) -> Candidate:
         base: the graph without splits.
         start: data parallelism; None begins with the operators as they are.
     """
-    best = dpos(base if start is None else start.variant)
-    graph, devices = base.problem.graph, base.problem.devices
+    best = dpos(base if start is None else start.problem)
+    graph, devices = base.graph, base.devices
     number = {name: op for op, name in enumerate(graph.names)}
-    for name in _whole_and_critical(best.variant.problem):
+    for name in _whole_and_critical(best.problem):
         better = best
         for rule in graph.splits[number[name]]:
             parts = min(devices, rule.length)
             if parts > 1:
-                splits = {**best.variant.splits, name: Split(rule.dimension, parts)}
-                variant = variant_of(apply_splits(graph, splits), base.problem.topology, splits)
-                better = min(better, dpos(variant), key=lambda one: one.rank)
+                splits = {**best.problem.graph.applied, name: Split(rule.dimension, parts)}
+                problem = compile_problem(apply_splits(graph, splits), base.topology)
+                better = min(better, dpos(problem), key=lambda one: one.rank)
         if better is best:
             break
         best = better
     return best if start is None else min(best, start, key=lambda one: one.rank)
 
 
-def dpos(variant: Variant) -> Candidate:
+def dpos(problem: PlacementProblem) -> Candidate:
     """Returns the placement and order of DPOS, simulated: without further splits, and without going back."""
-    return judged(variant, *dpos_schedule(variant.problem), "FastT")
+    return judged(problem, *dpos_schedule(problem), "FastT")
 
 
 def _whole_and_critical(problem: PlacementProblem) -> list[str]:
@@ -155,7 +148,9 @@ def _whole_and_critical(problem: PlacementProblem) -> list[str]:
     return [problem.graph.names[op] for op in longest]
 
 
-def split_candidates(base: Variant, best: Candidate, budget: Budget, tell: Callable[[str], None]) -> list[Candidate]:
+def split_candidates(
+    base: PlacementProblem, best: Candidate, budget: Budget, tell: Callable[[str], None]
+) -> list[Candidate]:
     """Searches regions of operators to split.
 
     Args:
@@ -167,7 +162,7 @@ def split_candidates(base: Variant, best: Candidate, budget: Budget, tell: Calla
     Returns:
         The best placement, with splits if any pay, then those of the next best layouts that were tried.
     """
-    problem = base.problem
+    problem = base
     heavy = _HEAVY * sum(problem.mean_seconds) / problem.devices
     launch = float(np.mean(problem.graph.launch_seconds))
     if launch > 0:
@@ -188,7 +183,7 @@ def split_candidates(base: Variant, best: Candidate, budget: Budget, tell: Calla
     for index, (cost, layouts, layout) in enumerate(guesses):
         if cost > _WORSE * guesses[0][0]:
             break
-        one = _tried(base, layouts, layout, budget, tell, first=index == 0)
+        one = _tried(layouts, layout, budget, tell, first=index == 0)
         if one is None:
             break
         others = heapq.nsmallest(_OTHERS + 1, [*others, one.candidate], key=lambda other: other.rank)
@@ -196,13 +191,13 @@ def split_candidates(base: Variant, best: Candidate, budget: Budget, tell: Calla
             best, tried = one.candidate, one
     if tried is None:
         return [best, *others[:_OTHERS]]
-    tried = _without_light_regions(base, tried, budget, tell)
+    tried = _without_light_regions(tried, budget, tell)
     others = [one for one in others if one is not tried.candidate][:_OTHERS]
-    problem = tried.candidate.variant.problem
+    problem = tried.candidate.problem
     if budget.spend(placed_cost(problem.count)):
         # Ranks of single operators, if those of pieces were good enough so far.
         pinned = dataclasses.replace(problem, pinned=tried.pinned.tolist())
-        ranked = scheduled(tried.candidate.variant, heft_schedule(pinned)[0], tried.candidate.origin)
+        ranked = scheduled(tried.candidate.problem, heft_schedule(pinned)[0], tried.candidate.origin)
         return [min(tried.candidate, ranked, key=lambda one: one.rank), *others]
     return [tried.candidate, *others]
 
@@ -216,7 +211,7 @@ class _Tried(NamedTuple):
     pinned: np.ndarray
 
 
-def _without_light_regions(base: Variant, tried: _Tried, budget: Budget, tell: Callable[[str], None]) -> _Tried:
+def _without_light_regions(tried: _Tried, budget: Budget, tell: Callable[[str], None]) -> _Tried:
     """Drops the lighter half of the regions, or that half's heavier half, as long as that helps."""
     for _ in range(_DROPS):
         layouts = tried.layouts
@@ -229,7 +224,7 @@ def _without_light_regions(base: Variant, tried: _Tried, budget: Budget, tell: C
             for region in regions[start:stop]:
                 for op in region:
                     fewer[op] = -1
-            one = _tried(base, layouts, fewer, budget, tell) if fewer != tried.layout else None
+            one = _tried(layouts, fewer, budget, tell) if fewer != tried.layout else None
             if one is not None and one.candidate.rank < tried.candidate.rank:
                 tried = one
                 break
@@ -264,7 +259,6 @@ def _guesses(layouts: Layouts, heavy: float) -> Iterator[Layout]:
 
 
 def _tried(
-    base: Variant,
     layouts: Layouts,
     layout: Layout,
     budget: Budget | None,
@@ -275,28 +269,26 @@ def _tried(
 
     Without a budget it isn't counted.
     """
-    problem = base.problem
-    splits = layouts.splits(layout)
+    problem, splits = layouts.problem, layouts.splits(layout)
     if not splits:
         return None
     about = problem.count + len(splits) * (layouts.parts + 1)
     if budget is not None and not budget.spend(2 * placed_cost(about)) and not first:
         return None
     tell(f"splitting {len(splits):,} operators")
-    graph = apply_splits(problem.graph, splits)
-    variant = variant_of(graph, problem.topology, splits)
+    parts = compile_problem(apply_splits(problem.graph, splits), problem.topology)
     origin = f"{len(splits)} operators in {layouts.parts} parts"
-    pinned = _pinned_parts(graph, layouts, layout, problem)
-    candidates = placed(variant, pinned, origin, (1.0,))
+    pinned = _pinned_parts(parts.graph, layouts, layout)
+    candidates = placed(parts, pinned, origin, (1.0,))
     best = min(candidates, key=lambda one: one.rank)
-    if variant.problem.count <= _LARGE:
+    if parts.count <= _LARGE:
         best = ordered_sources(best)
     return _Tried(best, layouts, layout, pinned)
 
 
-def _pinned_parts(graph: OpGraph, layouts: Layouts, layout: Layout, problem: PlacementProblem) -> np.ndarray:
+def _pinned_parts(graph: OpGraph, layouts: Layouts, layout: Layout) -> np.ndarray:
     """Returns groups' devices, with part k of an operator on device k; on its region's devices if they are fewer."""
-    pinned = graph.pinned.copy()
+    problem, pinned = layouts.problem, graph.pinned.copy()
     teams = max(1, problem.devices // layouts.parts)
     names = problem.graph.names
     parts = {}
