@@ -25,8 +25,7 @@ from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.legs import Leg
 from dapple_tf.simulation.simulator import Simulation, simulate
 from dapple_tf.view.timeline import Span
-from graph_passes.ir.relays import sources_of
-from graph_passes.ir.tasks import Phase, Schedule, Task
+from graph_passes.ir.tasks import Phase, Schedule, Task, sources_of
 
 WHOLE = ("gpipe", "dapple_a", "dapple_b")  # no Bx and Bw
 STRAIGHT = [policy for policy in POLICIES if not there_and_back(policy)]  # one stage on each device will do

@@ -8,8 +8,7 @@ from typing import NamedTuple
 from dapple_tf.describe.layer_profile import ZERO, Cost
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile, Tensor
-from graph_passes.ir.relays import sources_of
-from graph_passes.ir.tasks import Phase
+from graph_passes.ir.tasks import Phase, sources_of
 
 
 class Leg(NamedTuple):

@@ -617,7 +617,7 @@ class Step:
         return [*(() if self.loss is None else (self.loss,)), *itertools.chain.from_iterable(several)]
 
     def moved(self, now: Callable[[Ref], Ref]) -> Step:
-        """Returns the step with other tensors in place of those that may be fetched."""
+        """Returns the step with its fetched tensors replaced."""
         return dataclasses.replace(
             self,
             metric_results={name: tuple(map(now, refs)) for name, refs in self.metric_results.items()},

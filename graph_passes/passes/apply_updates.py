@@ -26,11 +26,10 @@ from graph_passes.ir.program import Value, ValueKind, Variable, VariableKind
 from graph_passes.ir.storage import assign_variable, handle
 from graph_passes.ir.tasks import Phase, Task
 from graph_passes.ir.tensorflow_bridge import empty_graph
-from graph_passes.passes.parameter_group import ParameterGroup, whole
+from graph_passes.passes.parameter_group import Calls, Computation, Inputs, ParameterGroup, UpdateNodes, whole
 from graph_passes.passes.reduce_gradients import Reduction
 from graph_passes.passes.row_gradients import row_dtype
 from graph_passes.passes.shards import all_gather, gathered_buckets, take_shards, updated_shards
-from graph_passes.passes.update_nodes import Calls, Computation, Inputs, UpdateNodes
 
 
 class Application:

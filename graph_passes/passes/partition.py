@@ -13,11 +13,11 @@ from graph_passes.analysis.host_integers import with_host_integers
 from graph_passes.analysis.slice_shapes import SAMPLES, input_shape
 from graph_passes.analysis.table_lookups import row_tables, with_lookups
 from graph_passes.errors import PassError
+from graph_passes.ir.collectives import key_nodes, order_sums, sums_of, without_sums
 from graph_passes.ir.graph import Graph, GraphDef, Ref, shape_attr
 from graph_passes.ir.node_kinds import METADATA
 from graph_passes.ir.outline import outline
 from graph_passes.ir.program import Fact, Program, Stage, StageFunction, Value, ValueKind
-from graph_passes.ir.replica_sums import key_nodes, order_sums, sums_of, without_sums
 from graph_passes.ir.static_shapes import ShapesOf
 from graph_passes.ir.tensorflow_bridge import Shape, dtype_size, is_stateful, output_dtypes
 from graph_passes.ir.twin import KINDS_OF_STAGES, Twin

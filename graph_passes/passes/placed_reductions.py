@@ -9,6 +9,7 @@ from typing import Any
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.errors import PassError
+from graph_passes.ir.collectives import SUM_OP
 from graph_passes.ir.graph import (
     BYTES_ATTR,
     GROUP_ATTR,
@@ -25,7 +26,6 @@ from graph_passes.ir.graph import (
     set_inputs,
 )
 from graph_passes.ir.node_kinds import NodeKind
-from graph_passes.ir.replica_sums import SUM_OP
 from graph_passes.ir.tensorflow_bridge import constant_value, dtype_size
 
 _GROUP_KEY, _INSTANCE_KEY = 2, 3

@@ -35,9 +35,8 @@ from graph_passes.ir.storage import (
 )
 from graph_passes.ir.tasks import Phase, Task
 from graph_passes.ir.tensorflow_bridge import empty_graph
-from graph_passes.passes.parameter_group import ParameterGroup, ReductionUnit
+from graph_passes.passes.parameter_group import Calls, Inputs, ParameterGroup, ReductionUnit, UpdateNodes
 from graph_passes.passes.row_gradients import RowGradients
-from graph_passes.passes.update_nodes import Calls, Inputs, UpdateNodes
 
 _Pack: TypeAlias = tuple[FunctionDef, tuple[Callable[[str], Ref], ...]]
 """The function that packs gradients into vectors; device -> tensor of the top level, for each of its arguments."""

@@ -42,8 +42,8 @@ from graph_passes.ir.tensorflow_bridge import empty_graph
 from graph_passes.passes.parameter_group import ParameterGroup
 
 if TYPE_CHECKING:
+    from graph_passes.passes.parameter_group import UpdateNodes
     from graph_passes.passes.replicate import Replication
-    from graph_passes.passes.update_nodes import UpdateNodes
 
 
 class ParameterGathers:

@@ -13,9 +13,8 @@ from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.program import Fact, Program
 from graph_passes.ir.tensorflow_bridge import empty_graph
 from graph_passes.passes.apply_updates import Application
-from graph_passes.passes.parameter_group import reduction_units
+from graph_passes.passes.parameter_group import UpdateNodes, reduction_units
 from graph_passes.passes.reduce_gradients import Reduction
-from graph_passes.passes.update_nodes import UpdateNodes
 
 
 @dataclasses.dataclass(frozen=True)
