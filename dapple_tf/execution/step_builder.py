@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import logging
 import time
@@ -306,7 +305,7 @@ class StepBuilder:
     def _make_flush(self, built: Build, program: Program, passes: Sequence[Pass]) -> None:
         """Adds the graph of the updates that a complete step carries over, which these passes have made."""
         update = next(item for item in passes if isinstance(item, Update))
-        graph, node = flush(dataclasses.replace(update, first_key=collective_keys()), program)
+        graph, node = flush(update, program, collective_keys())
         if self.placer is not None:
             graph = self.placer.place_flush(graph, node, program, self._storage_devices, [self._timing])
         self._add(graph, built.flush_graph)

@@ -561,6 +561,10 @@ class Step:
 
     Attributes:
         layout: see :class:`Layout`.
+        owners: the stages that keep each variable on their devices.
+        host_device: the device on which batches are fed and cut, and the step ends.
+        prefix: start of the names of its functions.
+        next_key: the first of the collective keys that it doesn't use yet.
         entry: the first node of each task: the one that control edges make wait.
         exit: the last nodes of each task: those that the next task of the device waits for.
         values: (task, value) -> the tensor of a task's result.
@@ -588,6 +592,10 @@ class Step:
     """
 
     layout: Layout
+    owners: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
+    host_device: str = ""
+    prefix: str = ""
+    next_key: int = 1
     entry: Mapping[Task, str] = dataclasses.field(default_factory=dict)
     exit: Mapping[Task, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     values: Mapping[tuple[Task, Value], Ref] = dataclasses.field(default_factory=dict)

@@ -296,7 +296,7 @@ class Application:
             if resource.node not in bound:
                 bound[resource.node] = handle(builder, variable.storage_name, variable.dtype, variable.storage_shape)
         substitute(graph, bound)
-        function = outline(self._options.prefix + name, _sorted(graph), list(inputs), list(outputs), effects=effects)
+        function = outline(self._step.prefix + name, _sorted(graph), list(inputs), list(outputs), effects=effects)
         for own in captured.graph.library.function:
             self._builder.define(own)
         if jit_compile:

@@ -27,14 +27,12 @@ class Join:
     while the layers before it compute theirs. There are no tasks any more.
 
     Attributes:
-        function: name of the function; unique in the library.
         jit_compile: compile it with XLA, but for metrics, which have calls of their own then.
     """
 
     name: ClassVar[str] = "join"
     requires: ClassVar[tuple[Fact, ...]] = (Fact.COMPLETE,)
     ensures: ClassVar[tuple[Fact, ...]] = (Fact.COMPLETE,)
-    function: str
     jit_compile: bool = False
 
     def run(self, program: Program) -> Program:
@@ -71,7 +69,7 @@ class Join:
         effects = [
             name for name in dict.fromkeys(w for node in outside for w in control_inputs(node)) if name in inside
         ]
-        function = outline(self.function, graph, list(inputs), outputs, effects=effects)
+        function = outline(f"{step.prefix}joined_of{step.layout.batch}", graph, list(inputs), outputs, effects=effects)
         functions = [*flat.graph.library.function, *(compiled(function) if self.jit_compile else (function,))]
         (device,) = devices
         call = call_node("joined", function, list(inputs), device=device, attrs={PHASE_ATTR: NodeKind.JOINED.text})

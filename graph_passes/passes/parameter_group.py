@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from graph_passes.errors import PassError
@@ -146,20 +146,17 @@ def contributors(program: Program) -> dict[str, dict[int, Variable]]:
     return accumulators
 
 
-def parameter_groups(
-    program: Program, updates: Sequence[GroupUpdate], owners: Mapping[str, Sequence[int]]
-) -> list[ParameterGroup]:
+def parameter_groups(program: Program, updates: Sequence[GroupUpdate]) -> list[ParameterGroup]:
     """Returns all groups of a program with ordered tasks, in the order in which they are reduced.
 
     Args:
         program: the program.
         updates: the optimizer's part for each group that has parameters.
-        owners: the stages that keep each variable.
     """
     contributing = contributors(program)
     kept: dict[tuple[int, ...], list[Variable]] = {update.stages: [] for update in updates}
     for variable in program.roles.variables:
-        stages = {*owners.get(variable.name, ()), *contributing.get(variable.name, ())}
+        stages = {*program.own_step.owners.get(variable.name, ()), *contributing.get(variable.name, ())}
         if stages and variable.kind is not VariableKind.METRIC:
             kept.setdefault(tuple(sorted(stages)), []).append(variable)
     by_stages = {update.stages: update for update in updates}
@@ -219,7 +216,7 @@ class UpdateNodes:
         self.devices = self.step.layout.devices
         self.builder = Builder(graph)
         self.contributors = contributors(program)
-        self.groups = parameter_groups(program, options.updates, options.owners)
+        self.groups = parameter_groups(program, options.updates)
         self.computations: dict[str, Computation] = {}
         self.empty: dict[tuple[int, int], list[str]] = {}
 
@@ -305,4 +302,4 @@ class UpdateNodes:
     def end(self, after: Iterable[str]) -> str:
         """Returns the node that has run when all of ``after`` have."""
         attrs: dict[str, Any] = {PHASE_ATTR: NodeKind.TRAIN.text}
-        return self.builder.add("train", "NoOp", control=after, device=self.options.host_device, **attrs).node
+        return self.builder.add("train", "NoOp", control=after, device=self.step.host_device, **attrs).node

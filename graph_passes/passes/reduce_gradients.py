@@ -64,10 +64,10 @@ class Reduction:
         self._program = nodes.program
         self._step = nodes.step
         self.reduced: dict[tuple[tuple[Variable, ...], str], Ref] = {}
-        self.rows = RowGradients(nodes.program, nodes.builder, nodes.options.prefix)
+        self.rows = RowGradients(nodes.program, nodes.builder)
         self._packs: dict[str, _Pack] = {}
         self._zeros: dict[tuple[str, str], Ref] = {}
-        self._collectives = AllReduces(nodes.builder, nodes.options.all_reduces, nodes.options.first_key)
+        self._collectives = AllReduces(nodes.builder, nodes.options.all_reduces, nodes.step.next_key)
         self._buckets: dict[tuple[int, ...], list[tuple[Variable, ...]]] = {}  # of each group, as reduced so far
 
     def accumulate_nothing(self, applied: Calls) -> None:
@@ -80,7 +80,7 @@ class Reduction:
                     continue
                 targets = [own[stage] for own in self.nodes.contributors.values() if stage in own]
                 if targets:
-                    name = f"{self._options.prefix}stage{stage}_accumulate_nothing"
+                    name = f"{self._step.prefix}stage{stage}_accumulate_nothing"
                     function = accumulate_function(name, targets, "none")
                     node = f"stage{stage}/replica{replica}/accumulate_nothing"
                     attrs: dict[str, str | int] = {
@@ -177,7 +177,7 @@ class Reduction:
                 shards = builder.concat("bucket", parts, dtype, 1)
                 node = builder.add("shards", "Unpack", [shards], T=dtype_attr(dtype), num=count, axis=0).node
                 vectors += [Ref(node, number) for number in range(count)]
-            function = outline(self._options.prefix + name, Graph(builder.graph), list(inputs), vectors)
+            function = outline(self._step.prefix + name, Graph(builder.graph), list(inputs), vectors)
             self._packs[name] = function, tuple(inputs.values())
         return self._packs[name]
 

@@ -62,8 +62,8 @@ class Replicate:
         in_shards: the parameters of which these devices keep a shard each. Each replica gathers what its stage reads of
             them, in vectors of about ``bucket_bytes``; where a stage needs only rows (`Stage.lookups`), these alone.
         bucket_bytes: see ``in_shards``.
-        prefix: start of the names of the functions made here.
-        first_key: the first of the keys of collective operations inside tasks, see `sum_keys`.
+        prefix: start of the names of the step's functions.
+        first_key: the first of the collective keys; steps that share workers mustn't share keys.
 
     Source: DAPPLE (PPoPP'21), section 5.2.2 and figure 8(a): "we split the micro-batch further into 2 even slices, and
     assign each to a device."
@@ -139,6 +139,10 @@ class Replication:
                         self._tasks(stage, micro_batch, replica)
         step = Step(
             self.layout,
+            owners=self.options.owners,
+            host_device=self.options.host_device,
+            prefix=self.options.prefix,
+            next_key=self.options.first_key + sum_keys(program, self.layout),
             entry=self.entry,
             exit=self.exit,
             values=self.values,

@@ -58,15 +58,13 @@ class RowGradients:
     Args:
         program: a program with ordered tasks.
         builder: of the step's top level, which gets the nodes.
-        prefix: start of the functions' names.
 
     Raises:
         PassError: it is unknown which rows of a gradient slices have in common, and there are several slices.
     """
 
-    def __init__(self, program: Program, builder: Builder, prefix: str = "") -> None:
+    def __init__(self, program: Program, builder: Builder) -> None:
         self._program, self._builder, self._step = program, builder, program.own_step
-        self._prefix = prefix
         self._separated: dict[tuple[str, int, int, ValueKind], str] = {}  # the call that separates rows by shard
         self._devices: Sequence[Sequence[str]] = program.own_step.layout.devices
         self._gathered: dict[tuple[str, str], tuple[Ref, Ref]] = {}
@@ -151,7 +149,7 @@ class RowGradients:
         own_dtype, dtype = _stage_dtype(self._program.stages[stage], variable), row_dtype(self._program, variable)
         assert own_dtype is not None
         number = [own.name for own in self._program.roles.variables].index(variable.name)
-        name = f"{self._prefix}rows_of{number}_stage{stage}_by_shard"
+        name = f"{self._step.prefix}rows_of{number}_stage{stage}_by_shard"
         function = rows_by_shard(name, variable, own_dtype, dtype)
         attrs = {PHASE_ATTR: NodeKind.SPLIT.text, STAGE_ATTR: stage, REPLICA_ATTR: replica}
         node, device = f"stage{stage}/replica{replica}/rows_by_shard", self._devices[stage][replica]

@@ -217,7 +217,7 @@ def all_gather(
     """
     assigned: dict[str, list[Ref]] = {device: [] for device in group.devices}
     for index, bucket in enumerate(packed):
-        function = _gather_function(f"{nodes.options.prefix}{group.label}_all_gather{index}", bucket)
+        function = _gather_function(f"{nodes.step.prefix}{group.label}_all_gather{index}", bucket)
         vectors = [Ref(updates[device].node, index) for device in group.devices]
         attrs = {**group.marks(NodeKind.ALL_GATHER), REDUCTION_ATTR: number(), BYTES_ATTR: bytes_of(bucket)}
         for replica, device in enumerate(group.devices):
