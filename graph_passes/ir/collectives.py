@@ -133,7 +133,7 @@ class AllReduces:
         sizes = split_evenly(length, count)
         marks = {**marks, REDUCTION_ATTR: number}
         sums: dict[str, Ref] = {}
-        with builder.marked({**marks, PHASE_ATTR: NodeKind.REDUCE_SCATTER.text}):
+        with builder.marked({**marks, **NodeKind.REDUCE_SCATTER.marks()}):
             parts = {
                 device: builder.split(f"{names[device]}/parts", vector, dtype, sizes, 0, device=device)
                 for device, vector in vectors.items()
@@ -148,7 +148,7 @@ class AllReduces:
             own_size = sizes[part] * dtype_size(dtype)
             reduced |= self._meet({one: sums[one] for one in peers}, between, dtype, own_size, marks, self.number())
         whole: dict[str, Ref] = {}
-        with builder.marked({**marks, PHASE_ATTR: NodeKind.ALL_GATHER.text}):
+        with builder.marked({**marks, **NodeKind.ALL_GATHER.marks()}):
             for devices in members:
                 own = [reduced[owner] for owner in devices[:count]]
                 for device in devices:

@@ -342,6 +342,17 @@ class Contribution(NamedTuple):
     accumulator: Variable
 
 
+class Growth(NamedTuple):
+    """Bytes that grow with the samples of a slice."""
+
+    per_sample: int = 0
+    fixed: int = 0
+
+    def at(self, samples: int) -> int:
+        """Returns the bytes for a number of samples."""
+        return self.per_sample * samples + self.fixed
+
+
 class Lookup(NamedTuple):
     """Rows of a parameter that are looked up before a stage's F, by whichever devices keep them.
 
@@ -388,12 +399,10 @@ class Stage:
             backward functions get. None where there are none.
         whole_tables: parameter of which rows are looked up, but not before F -> why.
         loops: what its functions run in loops, besides the library of ``graph``.
-        residual_bytes: bytes that a slice keeps from F to B, boundary inputs included, per sample.
-        fixed_residual_bytes: bytes that it keeps whatever its size.
+        residual_bytes: bytes that a slice keeps from F to B, boundary inputs included.
         undecided_rows: parameter -> why it is unknown which rows of its gradient slices have in common.
-        delayed_bytes: bytes that a slice keeps from Bx to Bw, per sample: residuals, partial results and gradients of
-            boundary outputs that Bw reads.
-        fixed_delayed_bytes: bytes that it keeps from Bx to Bw whatever its size.
+        delayed_bytes: bytes that a slice keeps from Bx to Bw: residuals, partial results and gradients of boundary
+            outputs that Bw reads.
     """
 
     index: int
@@ -418,10 +427,8 @@ class Stage:
     whole_tables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     undecided_rows: Mapping[str, str] = dataclasses.field(default_factory=dict)
     loops: tuple[FunctionDef, ...] = ()
-    residual_bytes: int = 0
-    fixed_residual_bytes: int = 0
-    delayed_bytes: int = 0
-    fixed_delayed_bytes: int = 0
+    residual_bytes: Growth = Growth()
+    delayed_bytes: Growth = Growth()
 
     @property
     def own_graph(self) -> GraphDef:

@@ -10,7 +10,6 @@ from tensorflow.core.framework import types_pb2
 
 from graph_passes.ir.graph import (
     FLOAT_DTYPES,
-    PHASE_ATTR,
     Builder,
     Graph,
     GraphDef,
@@ -119,7 +118,7 @@ class Application:
         present = [part for part in parts if part is not None]
         if not present:
             return None
-        with self._builder.marked({PHASE_ATTR: NodeKind.TOTALS.text}):
+        with self._builder.marked(NodeKind.TOTALS.marks()):
             return self._builder.add_n("totals", present, types_pb2.DT_DOUBLE, device=self.nodes.devices[0][0])
 
     def gradients(self, groups: Sequence[ParameterGroup]) -> dict[str, Ref]:

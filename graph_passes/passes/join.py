@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from graph_passes.errors import PassError
 from graph_passes.ir.call_order import CALLS
-from graph_passes.ir.graph import CALL_ATTR, PHASE_ATTR, Graph, GraphDef, Ref, control_inputs, data_inputs, set_inputs
+from graph_passes.ir.graph import CALL_ATTR, Graph, GraphDef, Ref, control_inputs, data_inputs, set_inputs
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.outline import call_node, compiled, outline
 from graph_passes.ir.program import Fact, Program, Step
@@ -72,7 +72,7 @@ class Join:
         function = outline(f"{step.prefix}joined_of{step.layout.batch}", graph, list(inputs), outputs, effects=effects)
         functions = [*flat.graph.library.function, *(compiled(function) if self.jit_compile else (function,))]
         (device,) = devices
-        call = call_node("joined", function, list(inputs), device=device, attrs={PHASE_ATTR: NodeKind.JOINED.text})
+        call = call_node("joined", function, list(inputs), device=device, attrs=NodeKind.JOINED.marks())
         moved = {ref: Ref(call.name, index) for index, ref in enumerate(outputs)}
         made = GraphDef(versions=flat.graph.versions)
         constants = {ref.node for ref in read}
@@ -83,7 +83,7 @@ class Join:
                 set_inputs(made.node[-1], [moved.get(ref, ref) for ref in data_inputs(node)], waits)
         made.node.append(call)
         merge_library(made, functions)
-        merge_gradients(made, {g.function_name: g.gradient_func for g in flat.graph.library.gradient})
+        merge_gradients(made, flat.graph.library)
         return program.replace(graph=made, step=_joined(flat.own_step, moved))
 
 

@@ -5,19 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import (
-    GROUP_ATTR,
-    PHASE_ATTR,
-    STAGE_ATTR,
-    AttrValue,
     Builder,
     Graph,
     GraphDef,
     Ref,
-    integers_attr,
 )
 from graph_passes.ir.group_update import GroupUpdate
 from graph_passes.ir.node_kinds import NodeKind
@@ -74,10 +69,6 @@ class ParameterGroup:
     def stored(self) -> frozenset[str]:
         """Parameters of which its devices keep only their shards."""
         return frozenset() if self.update is None or self.update.shards is None else self.update.shards.stored
-
-    def marks(self, kind: NodeKind) -> dict[str, str | int | AttrValue]:
-        """Returns the attributes that identify a node of its reduction or update."""
-        return {PHASE_ATTR: kind.text, STAGE_ATTR: self.stages[0], GROUP_ATTR: integers_attr(self.stages)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,7 +279,8 @@ class UpdateNodes:
     ) -> Ref:
         """Adds a call for a group on a device; returns its first result."""
         name = f"{group.label}/replica{group.devices.index(device)}/{what.text}"
-        return add_call(self.builder, name, function, inputs, device=device, control=control, attrs=group.marks(what))
+        attrs = what.marks(group=group.stages)
+        return add_call(self.builder, name, function, inputs, device=device, control=control, attrs=attrs)
 
     def hold_back_reads(self, applied: Calls) -> None:
         """Makes reads of a stage's variables, or of a device's shards of them, wait for its carried updates."""
@@ -301,5 +293,5 @@ class UpdateNodes:
 
     def end(self, after: Iterable[str]) -> str:
         """Returns the node that has run when all of ``after`` have."""
-        attrs: dict[str, Any] = {PHASE_ATTR: NodeKind.TRAIN.text}
+        attrs = NodeKind.TRAIN.marks()
         return self.builder.add("train", "NoOp", control=after, device=self.step.host_device, **attrs).node

@@ -13,7 +13,6 @@ from graph_passes.ir.collectives import SUM_OP
 from graph_passes.ir.graph import (
     BYTES_ATTR,
     GROUP_ATTR,
-    PHASE_ATTR,
     REPLICA_ATTR,
     STAGE_ATTR,
     Builder,
@@ -121,10 +120,10 @@ def join_reductions(
                 vectors = [view.inputs(name)[0] for name in names]
                 node = nodes[names[0]]
                 marks = {key: node.attr[key] for key in (STAGE_ATTR, REPLICA_ATTR, GROUP_ATTR) if key in node.attr}
-                with builder.marked({PHASE_ATTR: NodeKind.CONCAT.text, **marks}):
+                with builder.marked({**NodeKind.CONCAT.marks(), **marks}):
                     node.input[0] = str(builder.concat(f"{names[0]}/bucket", vectors, kind, 0, device=device))
                 node.device, node.attr[BYTES_ATTR].i = device, sum(sizes[instance] for instance in bucket)
-                with builder.marked({PHASE_ATTR: NodeKind.SPLIT.text, **marks}):
+                with builder.marked({**NodeKind.SPLIT.marks(), **marks}):
                     parts = builder.split(f"{names[0]}/parts", Ref(names[0]), kind, lengths, 0, device=device)
                 parts_of.add(parts[0].node)
                 instead |= zip(names, parts, strict=True)

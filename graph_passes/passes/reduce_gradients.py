@@ -9,10 +9,7 @@ from typing import TypeAlias
 from graph_passes.ir.collectives import AllReduces
 from graph_passes.ir.graph import (
     BYTES_ATTR,
-    PHASE_ATTR,
     REDUCTION_ATTR,
-    REPLICA_ATTR,
-    STAGE_ATTR,
     Builder,
     Graph,
     Ref,
@@ -83,11 +80,7 @@ class Reduction:
                     name = f"{self._step.prefix}stage{stage}_accumulate_nothing"
                     function = accumulate_function(name, targets, "none")
                     node = f"stage{stage}/replica{replica}/accumulate_nothing"
-                    attrs: dict[str, str | int] = {
-                        PHASE_ATTR: NodeKind.ACCUMULATE_NOTHING.text,
-                        STAGE_ATTR: stage,
-                        REPLICA_ATTR: replica,
-                    }
+                    attrs = NodeKind.ACCUMULATE_NOTHING.marks(stage, replica)
                     after = [call for (stages, on), call in applied.items() if on == device and stage in stages]
                     made = add_call(self._builder, node, function, [], device=device, control=after, attrs=attrs)
                     self.nodes.empty[stage, replica] = [made.node]
@@ -122,7 +115,7 @@ class Reduction:
                     starts,
                     bucket[0].dtype,
                     bytes_of(bucket),
-                    group.marks(NodeKind.ALL_REDUCE),
+                    NodeKind.ALL_REDUCE.marks(group=group.stages),
                     merge=bucket[0].merge,
                 )
                 self.reduced |= {(bucket, device): vector for device, vector in reduced.items()}
@@ -147,7 +140,11 @@ class Reduction:
             group: their group.
         """
         reduction = self.number()
-        attrs = {**group.marks(NodeKind.REDUCE_SCATTER), REDUCTION_ATTR: reduction, BYTES_ATTR: bytes_of(bucket)}
+        attrs = {
+            **NodeKind.REDUCE_SCATTER.marks(group=group.stages),
+            REDUCTION_ATTR: reduction,
+            BYTES_ATTR: bytes_of(bucket),
+        }
         with self._builder.marked(attrs):
             for number, device in enumerate(group.devices):
                 name = f"{group.label}/replica{number}/reduce_scatter{reduction}"
@@ -205,7 +202,7 @@ class Reduction:
         if (task, value) in self._step.values:
             return self._step.values[task, value]
         if (variable.name, device) not in self._zeros:
-            with self._builder.marked({PHASE_ATTR: NodeKind.ZEROS.text, STAGE_ATTR: stage}):
+            with self._builder.marked(NodeKind.ZEROS.marks(stage)):
                 self._zeros[variable.name, device] = neutral(self._builder, variable, device)
         return self._zeros[variable.name, device]
 
