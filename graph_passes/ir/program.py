@@ -353,6 +353,9 @@ class Growth(NamedTuple):
         return self.per_sample * samples + self.fixed
 
 
+NO_GROWTH = Growth()
+
+
 class Lookup(NamedTuple):
     """Rows of a parameter that are looked up before a stage's F, by whichever devices keep them.
 
@@ -427,8 +430,8 @@ class Stage:
     whole_tables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     undecided_rows: Mapping[str, str] = dataclasses.field(default_factory=dict)
     loops: tuple[FunctionDef, ...] = ()
-    residual_bytes: Growth = Growth()
-    delayed_bytes: Growth = Growth()
+    residual_bytes: Growth = NO_GROWTH
+    delayed_bytes: Growth = NO_GROWTH
 
     @property
     def own_graph(self) -> GraphDef:
