@@ -27,10 +27,10 @@ from programs import (
 from dapple_tf.tracing.step_nodes import step_nodes
 from dapple_tf.view.step_graph import task_graph
 from graph_passes.errors import PassError
+from graph_passes.ir.collectives import sums_of
 from graph_passes.ir.graph import Graph, control_inputs
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.program import Program, ValueKind
-from graph_passes.ir.replica_sums import sums_of
 from graph_passes.ir.text import graph_text, library_text
 from graph_passes.passes.assign_stages import AssignStages
 from graph_passes.passes.cut_backward import CutBackward

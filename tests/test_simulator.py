@@ -24,8 +24,7 @@ from dapple_tf.schedules.schedules import POLICIES, make_schedule
 from dapple_tf.simulation.cost import CostModel, Leg
 from dapple_tf.simulation.simulator import Simulation, simulate
 from dapple_tf.view.timeline import Span
-from graph_passes.ir.relays import sources_of
-from graph_passes.ir.tasks import Phase, Schedule, Task
+from graph_passes.ir.tasks import Phase, Schedule, Task, sources_of
 
 WHOLE = ("gpipe", "dapple_a", "dapple_b")  # no Bx and Bw
 STRAIGHT = [policy for policy in POLICIES if not there_and_back(policy)]  # one stage on each device will do

@@ -51,7 +51,7 @@ def gathering() -> Program:
         captured = dataclasses.replace(captured, variables=cut)
         updates.append(GroupUpdate((stage,), captured, shards=Shards(names, stored=names)))
     replicate = Replicate(layout, HOST, owners(program), in_shards=frozenset(program.variables), bucket_bytes=64)
-    order, update = OrderTasks(schedule, DEVICES), Update(tuple(updates), owners(program), HOST, 64)
+    order, update = OrderTasks(schedule, DEVICES), Update(tuple(updates), 64)
     program = apply(program, replicate, SplitConcat(), Accumulate(), order, update)
     verify(program, complete=True)
     return program
@@ -149,7 +149,7 @@ def test_lookups_go_one_task_ahead_and_rows_change_after_them(many_rows: Program
         SplitConcat(),
         Accumulate(),
         OrderTasks(schedule, DEVICES),
-        Update((GroupUpdate((0,), adding, shards=shards),), owners(many_rows), HOST, 64),
+        Update((GroupUpdate((0,), adding, shards=shards),), 64),
     ]
     program = apply(many_rows, *passes)
     step, graph = step_of(program), Graph(program.graph)

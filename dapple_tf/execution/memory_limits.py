@@ -66,6 +66,4 @@ def residuals_held(
 
 def _slice_bytes(stage: Stage, samples: int) -> int:
     """Returns the bytes that a stage's device keeps of a slice until its last backward task."""
-    early = stage.residual_bytes * samples + stage.fixed_residual_bytes
-    late = stage.delayed_bytes * samples + stage.fixed_delayed_bytes
-    return max(early, late)
+    return max(stage.residual_bytes.at(samples), stage.delayed_bytes.at(samples))

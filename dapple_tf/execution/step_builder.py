@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import time
@@ -282,7 +281,7 @@ class StepBuilder:
     def _flush(self, built: Build, program: Program, passes: Sequence[Pass]) -> Flush:
         """Returns the updates that a complete step carries over, which these passes have made."""
         update = next(item for item in passes if isinstance(item, Update))
-        graph, node = flush(dataclasses.replace(update, first_key=collective_keys()), program)
+        graph, node = flush(update, program, collective_keys())
         if self.placer is not None:
             graph = self.placer.place_flush(graph, node, program, self._storage_devices, [self._timing])
         name = f"{built.prefix}flush"

@@ -42,7 +42,7 @@ from graph_passes.passes.join import Join
 from graph_passes.passes.partition import Partition, StageForm
 from graph_passes.passes.place_data import PlaceData
 from graph_passes.passes.place_operators import PlaceOperators
-from graph_passes.passes.replicate import Replicate, sum_keys
+from graph_passes.passes.replicate import Replicate
 from graph_passes.passes.schedule import OrderTasks
 from graph_passes.passes.share_values import ShareValues
 from graph_passes.passes.split_concat import SplitConcat
@@ -357,7 +357,7 @@ class StepAsked(NamedTuple):
 
     def accumulate(self) -> Accumulate | None:
         """Returns the pass that sums over micro-batches."""
-        return Accumulate(self.built.prefix, self._accumulates) if self._updates else None
+        return Accumulate(self._accumulates) if self._updates else None
 
     def order(self) -> OrderTasks:
         """Returns the pass for the schedule."""
@@ -371,11 +371,7 @@ class StepAsked(NamedTuple):
         apart = plan.places_operators or self._joins
         return Update(
             built.updates,
-            self.owners,
-            cluster.host_device,
             plan.bucket_bytes,
-            self.first_key + sum_keys(built.program, self._layout),
-            built.prefix,
             plan.wait_free,
             want_gradients=built.mode is Mode.TRAIN and (kind.apart if apart else not kind.carries),
             carried=built.carried if kind.carries else (),
@@ -399,8 +395,7 @@ class StepAsked(NamedTuple):
 
     def join(self) -> Join | None:
         """Returns the pass that makes one function of the whole step."""
-        function = f"{self.built.prefix}joined_of{self.kind.samples}"
-        return Join(function, self.passes.plan.compiled) if self._joins and not self.kind.apart else None
+        return Join(self.passes.plan.compiled) if self._joins and not self.kind.apart else None
 
 
 class Slot(NamedTuple):

@@ -115,8 +115,8 @@ def timed_step(
     batch = MARK * MICRO_BATCHES
     layout = Layout(((device,),) * len(program.stages), batch, batch, MICRO_BATCHES)
     # Buckets are for reduction, which one device doesn't need.
-    update = Update(tuple(updates), owners, host_device, bucket_bytes=0, prefix=prefix, want_gradients=False)
-    passes: list[Pass] = [Replicate(layout, host_device, owners, prefix), SplitConcat(), Accumulate(prefix), update]
+    update = Update(tuple(updates), bucket_bytes=0, want_gradients=False)
+    passes: list[Pass] = [Replicate(layout, host_device, owners, prefix), SplitConcat(), Accumulate(), update]
     complete = run_passes(program, passes)
     graph, step = complete.graph, complete.own_step
     sizes = with_fed_sizes(graph, host_device)

@@ -24,6 +24,7 @@ from dapple_tf.operators.split_graph import apply_splits
 from graph_passes.analysis.operator_shapes import operator_shapes
 from graph_passes.analysis.split_rules import Split
 from graph_passes.errors import PassError
+from graph_passes.ir.collectives import SUM_OP
 from graph_passes.ir.graph import (
     BRACKET_ATTR,
     CALL_ATTR,
@@ -43,7 +44,6 @@ from graph_passes.ir.graph import (
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.outline import placeholder
 from graph_passes.ir.program import Layout, Program, Step
-from graph_passes.ir.replica_sums import SUM_OP
 from graph_passes.ir.tensorflow_bridge import Shape, output_dtypes
 from graph_passes.pass_manager import Instrument, Pass, Pipeline, run_passes
 from graph_passes.passes.flatten import Flatten

@@ -24,8 +24,7 @@ from dapple_tf.simulation.all_reduce import AllReduceTime, all_reduce_time, exch
 from dapple_tf.simulation.device_memory import DeviceNeed, device_needs, stored_bytes
 from dapple_tf.simulation.stage_cost import StageCost, StageCosts, weight_gradient
 from graph_passes.ir.batching import Interval, intervals, overlaps, split_evenly
-from graph_passes.ir.relays import sources_of
-from graph_passes.ir.tasks import Phase, Schedule, Task
+from graph_passes.ir.tasks import Phase, Schedule, Task, sources_of
 
 __all__ = [
     "CostModel",

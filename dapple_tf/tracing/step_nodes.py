@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from graph_passes.ir.collectives import SUM_OP
 from graph_passes.ir.graph import (
     CALL_ATTR,
     MICRO_BATCH_ATTR,
@@ -18,7 +19,6 @@ from graph_passes.ir.graph import (
 )
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.program import Program, Step
-from graph_passes.ir.replica_sums import SUM_OP
 from graph_passes.ir.tasks import Phase, Task
 from graph_passes.ir.tensorflow_bridge import dtype_size
 

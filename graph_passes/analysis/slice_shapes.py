@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 from graph_passes.analysis.operator_shapes import ShapeInference
 from graph_passes.errors import PassError
+from graph_passes.ir.collectives import without_sums
 from graph_passes.ir.graph import Graph, GraphDef, NodeDef, Ref
 from graph_passes.ir.program import Program, Roles
-from graph_passes.ir.replica_sums import without_sums
 from graph_passes.ir.static_shapes import ShapesOf
 from graph_passes.ir.tensorflow_bridge import Shape, measure_shapes
 

@@ -342,6 +342,20 @@ class Contribution(NamedTuple):
     accumulator: Variable
 
 
+class Growth(NamedTuple):
+    """Bytes that grow with the samples of a slice."""
+
+    per_sample: int = 0
+    fixed: int = 0
+
+    def at(self, samples: int) -> int:
+        """Returns the bytes for a number of samples."""
+        return self.per_sample * samples + self.fixed
+
+
+NO_GROWTH = Growth()
+
+
 class Lookup(NamedTuple):
     """Rows of a parameter that are looked up before a stage's F, by whichever devices keep them.
 
@@ -388,12 +402,10 @@ class Stage:
             backward functions get. None where there are none.
         whole_tables: parameter of which rows are looked up, but not before F -> why.
         loops: what its functions run in loops, besides the library of ``graph``.
-        residual_bytes: bytes that a slice keeps from F to B, boundary inputs included, per sample.
-        fixed_residual_bytes: bytes that it keeps whatever its size.
+        residual_bytes: bytes that a slice keeps from F to B, boundary inputs included.
         undecided_rows: parameter -> why it is unknown which rows of its gradient slices have in common.
-        delayed_bytes: bytes that a slice keeps from Bx to Bw, per sample: residuals, partial results and gradients of
-            boundary outputs that Bw reads.
-        fixed_delayed_bytes: bytes that it keeps from Bx to Bw whatever its size.
+        delayed_bytes: bytes that a slice keeps from Bx to Bw: residuals, partial results and gradients of boundary
+            outputs that Bw reads.
     """
 
     index: int
@@ -418,10 +430,8 @@ class Stage:
     whole_tables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     undecided_rows: Mapping[str, str] = dataclasses.field(default_factory=dict)
     loops: tuple[FunctionDef, ...] = ()
-    residual_bytes: int = 0
-    fixed_residual_bytes: int = 0
-    delayed_bytes: int = 0
-    fixed_delayed_bytes: int = 0
+    residual_bytes: Growth = NO_GROWTH
+    delayed_bytes: Growth = NO_GROWTH
 
     @property
     def own_graph(self) -> GraphDef:
@@ -561,6 +571,10 @@ class Step:
 
     Attributes:
         layout: see :class:`Layout`.
+        owners: the stages that keep each variable on their devices.
+        host_device: the device on which batches are fed and cut, and the step ends.
+        prefix: start of the names of its functions.
+        next_key: the first of the collective keys that it doesn't use yet.
         entry: the first node of each task: the one that control edges make wait.
         exit: the last nodes of each task: those that the next task of the device waits for.
         values: (task, value) -> the tensor of a task's result.
@@ -588,6 +602,10 @@ class Step:
     """
 
     layout: Layout
+    owners: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
+    host_device: str = ""
+    prefix: str = ""
+    next_key: int = 1
     entry: Mapping[Task, str] = dataclasses.field(default_factory=dict)
     exit: Mapping[Task, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     values: Mapping[tuple[Task, Value], Ref] = dataclasses.field(default_factory=dict)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.ir.graph import Builder, Graph, GraphDef, Ref, dtype_attr, shape_attr
 from graph_passes.ir.outline import FunctionDef, outline
 from graph_passes.ir.program import Variable
-from graph_passes.ir.tensorflow_bridge import dtype_size, empty_graph
+from graph_passes.ir.tensorflow_bridge import FunctionDefLibrary, dtype_size, empty_graph
 
 
 def handle(builder: Builder, name: str, dtype: int, shape: Sequence[int]) -> Ref:
@@ -251,9 +251,7 @@ def merge_library(graph: GraphDef, functions: Iterable[FunctionDef]) -> None:
             graph.library.function.add().CopyFrom(function)
 
 
-def merge_gradients(graph: GraphDef, gradients: Mapping[str, str]) -> None:
-    """Adds registrations of functions' gradients to a graph's library."""
+def merge_gradients(graph: GraphDef, library: FunctionDefLibrary) -> None:
+    """Adds a library's registrations of functions' gradients to a graph's."""
     present = {gradient.function_name for gradient in graph.library.gradient}
-    for function, gradient in gradients.items():
-        if function not in present:
-            graph.library.gradient.add(function_name=function, gradient_func=gradient)
+    graph.library.gradient.extend(own for own in library.gradient if own.function_name not in present)

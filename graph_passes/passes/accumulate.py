@@ -26,7 +26,6 @@ class Accumulate:
     are rows of an embedding aren't added up but kept; they are as large as the embedding's output.
 
     Attributes:
-        prefix: start of the functions' names.
         accumulated: False leaves gradients where tasks have made them, which is enough for one micro-batch.
 
     Source: DAPPLE (PPoPP'21), section 5.2.3: "each device produces and accumulates gradients for all micro-batches."
@@ -35,7 +34,6 @@ class Accumulate:
     name: ClassVar[str] = "accumulate"
     requires: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
     ensures: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
-    prefix: str = ""
     accumulated: bool = True
 
     def run(self, program: Program) -> Program:
@@ -55,7 +53,7 @@ class Accumulate:
             last[place] = task
             by_call = _by_call(step, task, sources)
             for number, (call, part) in enumerate(by_call.items()):
-                named = f"{self.prefix}stage{task.stage}_accumulate_{task.phase.name.lower()}"
+                named = f"{step.prefix}stage{task.stage}_accumulate_{task.phase.name.lower()}"
                 named += (f"_part{number}" if len(by_call) > 1 else "") + f"_{mode}"
                 adding = function(named, tuple(source.accumulator for source in part), mode)
                 inputs = [step.values[task, source.value] for source in part]

@@ -10,7 +10,6 @@ from tensorflow.core.framework import types_pb2
 
 from graph_passes.ir.graph import (
     FLOAT_DTYPES,
-    PHASE_ATTR,
     Builder,
     Graph,
     GraphDef,
@@ -26,11 +25,10 @@ from graph_passes.ir.program import Value, ValueKind, Variable, VariableKind
 from graph_passes.ir.storage import assign_variable, handle
 from graph_passes.ir.tasks import Phase, Task
 from graph_passes.ir.tensorflow_bridge import empty_graph
-from graph_passes.passes.parameter_group import ParameterGroup, whole
+from graph_passes.passes.parameter_group import Calls, Computation, Inputs, ParameterGroup, UpdateNodes, whole
 from graph_passes.passes.reduce_gradients import Reduction
 from graph_passes.passes.row_gradients import row_dtype
 from graph_passes.passes.shards import all_gather, gathered_buckets, take_shards, updated_shards
-from graph_passes.passes.update_nodes import Calls, Computation, Inputs, UpdateNodes
 
 
 class Application:
@@ -120,7 +118,7 @@ class Application:
         present = [part for part in parts if part is not None]
         if not present:
             return None
-        with self._builder.marked({PHASE_ATTR: NodeKind.TOTALS.text}):
+        with self._builder.marked(NodeKind.TOTALS.marks()):
             return self._builder.add_n("totals", present, types_pb2.DT_DOUBLE, device=self.nodes.devices[0][0])
 
     def gradients(self, groups: Sequence[ParameterGroup]) -> dict[str, Ref]:
@@ -297,7 +295,7 @@ class Application:
             if resource.node not in bound:
                 bound[resource.node] = handle(builder, variable.storage_name, variable.dtype, variable.storage_shape)
         substitute(graph, bound)
-        function = outline(self._options.prefix + name, _sorted(graph), list(inputs), list(outputs), effects=effects)
+        function = outline(self._step.prefix + name, _sorted(graph), list(inputs), list(outputs), effects=effects)
         for own in captured.graph.library.function:
             self._builder.define(own)
         if jit_compile:

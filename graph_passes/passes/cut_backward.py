@@ -9,11 +9,11 @@ from typing import ClassVar
 
 from tensorflow.core.framework import function_pb2
 
+from graph_passes.ir.collectives import order_sums
 from graph_passes.ir.graph import POSITION_ATTR, Graph, GraphDef, Ref, control_inputs, reroute
 from graph_passes.ir.node_kinds import NodeKind, task_attrs
 from graph_passes.ir.outline import call_node, is_compiled, outline
 from graph_passes.ir.program import Fact, Program, Stage, StageFunction, Step, Value, ValueKind
-from graph_passes.ir.replica_sums import order_sums
 from graph_passes.ir.storage import merge_library
 from graph_passes.ir.tasks import Task
 from graph_passes.ir.tensorflow_bridge import function_graph

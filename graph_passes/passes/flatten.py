@@ -27,7 +27,7 @@ from graph_passes.ir.graph import (
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.outline import FunctionDef
 from graph_passes.ir.program import Fact, Program, Step
-from graph_passes.ir.resource_use import ResourceUse, called_functions
+from graph_passes.ir.resource_use import ResourceUse, library_of
 from graph_passes.ir.tasks import Task
 from graph_passes.ir.tensorflow_bridge import makes_resource, output_number
 
@@ -301,26 +301,11 @@ class _Flattening:
 
     def _keep_library(self) -> None:
         """The functions that are still called, with their gradients."""
-        gradients = {g.function_name: g.gradient_func for g in self.program.graph.library.gradient}
-        kept: dict[str, None] = {}
-        pending = list(dict.fromkeys(name for node in self.graph.node for name in self._named(node)))
-        while pending:
-            name = pending.pop()
-            if name in kept or name not in self.functions:
-                continue
-            kept[name] = None
-            pending += [called for node in self.functions[name].node_def for called in self._named(node)]
-            pending += [gradients[name]] if name in gradients else []
-        library = self.program.graph.library
-        self.graph.library.function.extend(f for f in library.function if f.signature.name in kept)
+        self.graph.library.CopyFrom(library_of(self.graph.node, self.program.graph.library))
         for function in self.graph.library.function:
             # A loop and its gradient name one missing node; they may go to different devices now.
             for node in function.node_def:
                 node.attr.pop(COLOCATION, None)
-        self.graph.library.gradient.extend(g for g in library.gradient if g.function_name in kept)
-
-    def _named(self, node: NodeDef) -> list[str]:
-        return called_functions(node, self.functions)
 
     def _new_step(self) -> Step:
         step, options = self.step, self.options

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from graph_passes.errors import PassError
 from graph_passes.ir.call_order import CALLS
-from graph_passes.ir.graph import CALL_ATTR, PHASE_ATTR, Graph, GraphDef, Ref, control_inputs, data_inputs, set_inputs
+from graph_passes.ir.graph import CALL_ATTR, Graph, GraphDef, Ref, control_inputs, data_inputs, set_inputs
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.outline import call_node, compiled, outline
 from graph_passes.ir.program import Fact, Program, Step
@@ -27,14 +27,12 @@ class Join:
     while the layers before it compute theirs. There are no tasks any more.
 
     Attributes:
-        function: name of the function; unique in the library.
         jit_compile: compile it with XLA, but for metrics, which have calls of their own then.
     """
 
     name: ClassVar[str] = "join"
     requires: ClassVar[tuple[Fact, ...]] = (Fact.COMPLETE,)
     ensures: ClassVar[tuple[Fact, ...]] = (Fact.COMPLETE,)
-    function: str
     jit_compile: bool = False
 
     def run(self, program: Program) -> Program:
@@ -71,10 +69,10 @@ class Join:
         effects = [
             name for name in dict.fromkeys(w for node in outside for w in control_inputs(node)) if name in inside
         ]
-        function = outline(self.function, graph, list(inputs), outputs, effects=effects)
+        function = outline(f"{step.prefix}joined_of{step.layout.batch}", graph, list(inputs), outputs, effects=effects)
         functions = [*flat.graph.library.function, *(compiled(function) if self.jit_compile else (function,))]
         (device,) = devices
-        call = call_node("joined", function, list(inputs), device=device, attrs={PHASE_ATTR: NodeKind.JOINED.text})
+        call = call_node("joined", function, list(inputs), device=device, attrs=NodeKind.JOINED.marks())
         moved = {ref: Ref(call.name, index) for index, ref in enumerate(outputs)}
         made = GraphDef(versions=flat.graph.versions)
         constants = {ref.node for ref in read}
@@ -85,7 +83,7 @@ class Join:
                 set_inputs(made.node[-1], [moved.get(ref, ref) for ref in data_inputs(node)], waits)
         made.node.append(call)
         merge_library(made, functions)
-        merge_gradients(made, {g.function_name: g.gradient_func for g in flat.graph.library.gradient})
+        merge_gradients(made, flat.graph.library)
         return program.replace(graph=made, step=_joined(flat.own_step, moved))
 
 

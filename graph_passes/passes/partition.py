@@ -13,11 +13,11 @@ from graph_passes.analysis.host_integers import with_host_integers
 from graph_passes.analysis.slice_shapes import SAMPLES, input_shape
 from graph_passes.analysis.table_lookups import row_tables, with_lookups
 from graph_passes.errors import PassError
+from graph_passes.ir.collectives import key_nodes, order_sums, sums_of, without_sums
 from graph_passes.ir.graph import Graph, GraphDef, Ref, shape_attr
 from graph_passes.ir.node_kinds import METADATA
 from graph_passes.ir.outline import outline
-from graph_passes.ir.program import Fact, Program, Stage, StageFunction, Value, ValueKind
-from graph_passes.ir.replica_sums import key_nodes, order_sums, sums_of, without_sums
+from graph_passes.ir.program import Fact, Growth, Program, Stage, StageFunction, Value, ValueKind
 from graph_passes.ir.static_shapes import ShapesOf
 from graph_passes.ir.tensorflow_bridge import Shape, dtype_size, is_stateful, output_dtypes
 from graph_passes.ir.twin import KINDS_OF_STAGES, Twin
@@ -203,7 +203,7 @@ class Partition:
                     if value.kind is not ValueKind.FORWARD or _is_kept(value, received)
                 ]
                 if counted:
-                    changes["delayed_bytes"], changes["fixed_delayed_bytes"] = _growth(delayed, counted)
+                    changes["delayed_bytes"] = _growth(delayed, counted)
             else:
                 backward = _function(f"{name}_backward", graph, arguments, gradients, jit_compile)
                 parts = (backward, None)
@@ -217,7 +217,7 @@ class Partition:
             read = {value for part in parts if part is not None for value in part.inputs}
             kept = [arguments[value] for value in arguments if value in read and _is_kept(value, received)]
             if counted:
-                changes["residual_bytes"], changes["fixed_residual_bytes"] = _growth(kept, counted)
+                changes["residual_bytes"] = _growth(kept, counted)
         if stage.metric_results:
             arguments = {**stage.arguments, **tapped}
             changes["metrics"] = _function(f"{name}_metrics", graph, arguments, stage.metric_results, jit_compile=False)
@@ -477,11 +477,11 @@ def _counted(program: Program, stage: Stage, shapes_of: ShapesOf) -> dict[int, _
     return dict.fromkeys(SAMPLES[0], _Bytes(shapes_of, {}))
 
 
-def _growth(kept: Sequence[Ref], counted: Mapping[int, _Bytes]) -> tuple[int, int]:
-    """Returns the bytes of ``kept`` per sample and whatever the number of samples is."""
+def _growth(kept: Sequence[Ref], counted: Mapping[int, _Bytes]) -> Growth:
+    """Returns the bytes of ``kept``."""
     (few, least), (many, most) = ((samples, sum(size[ref] for ref in kept)) for samples, size in counted.items())
     per_sample = (most - least) // (many - few)
-    return per_sample, max(0, least - per_sample * few)
+    return Growth(per_sample, max(0, least - per_sample * few))
 
 
 def _residuals(

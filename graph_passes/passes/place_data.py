@@ -83,9 +83,8 @@ class _Placing:
         unmoved = [copied_node(node) for node in self.graph if not self._is_moved(Ref(node.name))]
         before = program.graph
         self.builder = Builder(GraphDef(node=unmoved, versions=before.versions, library=before.library))
-        host = self.graph.nodes[next(iter(self.components))].device
         number = {"dtype": dtype_attr(types_pb2.DT_INT64), "shape": shape_attr([])}
-        self.number = self.builder.add("batch/number", "Placeholder", device=host, **number)
+        self.number = self.builder.add("batch/number", "Placeholder", device=self.step.host_device, **number)
         self.taken: dict[str, tuple[Ref, ...]] = {}
         self.copies: dict[tuple[str, str], str] = {}
         self.read: dict[tuple[str, str], set[Interval]] = {}

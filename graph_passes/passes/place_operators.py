@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from graph_passes.analysis.device_kernels import on_gpu
 from graph_passes.errors import PassError
+from graph_passes.ir.collectives import SUM_OP
 from graph_passes.ir.graph import (
     CALL_ATTR,
     Graph,
@@ -24,7 +25,6 @@ from graph_passes.ir.graph import (
 )
 from graph_passes.ir.kernels import CPU, GPU, host_of, kernel_of, knows_gpus
 from graph_passes.ir.program import Fact, Program, Step
-from graph_passes.ir.replica_sums import SUM_OP
 from graph_passes.ir.resource_use import ResourceUse, resource_name
 from graph_passes.ir.tensorflow_bridge import makes_resource
 from graph_passes.passes.placed_reductions import common_order, regroup

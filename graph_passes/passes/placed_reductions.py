@@ -9,10 +9,10 @@ from typing import Any
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.errors import PassError
+from graph_passes.ir.collectives import SUM_OP
 from graph_passes.ir.graph import (
     BYTES_ATTR,
     GROUP_ATTR,
-    PHASE_ATTR,
     REPLICA_ATTR,
     STAGE_ATTR,
     Builder,
@@ -25,7 +25,6 @@ from graph_passes.ir.graph import (
     set_inputs,
 )
 from graph_passes.ir.node_kinds import NodeKind
-from graph_passes.ir.replica_sums import SUM_OP
 from graph_passes.ir.tensorflow_bridge import constant_value, dtype_size
 
 _GROUP_KEY, _INSTANCE_KEY = 2, 3
@@ -121,10 +120,10 @@ def join_reductions(
                 vectors = [view.inputs(name)[0] for name in names]
                 node = nodes[names[0]]
                 marks = {key: node.attr[key] for key in (STAGE_ATTR, REPLICA_ATTR, GROUP_ATTR) if key in node.attr}
-                with builder.marked({PHASE_ATTR: NodeKind.CONCAT.text, **marks}):
+                with builder.marked({**NodeKind.CONCAT.marks(), **marks}):
                     node.input[0] = str(builder.concat(f"{names[0]}/bucket", vectors, kind, 0, device=device))
                 node.device, node.attr[BYTES_ATTR].i = device, sum(sizes[instance] for instance in bucket)
-                with builder.marked({PHASE_ATTR: NodeKind.SPLIT.text, **marks}):
+                with builder.marked({**NodeKind.SPLIT.marks(), **marks}):
                     parts = builder.split(f"{names[0]}/parts", Ref(names[0]), kind, lengths, 0, device=device)
                 parts_of.add(parts[0].node)
                 instead |= zip(names, parts, strict=True)

@@ -9,10 +9,7 @@ from typing import TypeAlias
 from graph_passes.ir.collectives import AllReduces
 from graph_passes.ir.graph import (
     BYTES_ATTR,
-    PHASE_ATTR,
     REDUCTION_ATTR,
-    REPLICA_ATTR,
-    STAGE_ATTR,
     Builder,
     Graph,
     Ref,
@@ -35,9 +32,8 @@ from graph_passes.ir.storage import (
 )
 from graph_passes.ir.tasks import Phase, Task
 from graph_passes.ir.tensorflow_bridge import empty_graph
-from graph_passes.passes.parameter_group import ParameterGroup, ReductionUnit
+from graph_passes.passes.parameter_group import Calls, Inputs, ParameterGroup, ReductionUnit, UpdateNodes
 from graph_passes.passes.row_gradients import RowGradients
-from graph_passes.passes.update_nodes import Calls, Inputs, UpdateNodes
 
 _Pack: TypeAlias = tuple[FunctionDef, tuple[Callable[[str], Ref], ...]]
 """The function that packs gradients into vectors; device -> tensor of the top level, for each of its arguments."""
@@ -65,10 +61,10 @@ class Reduction:
         self._program = nodes.program
         self._step = nodes.step
         self.reduced: dict[tuple[tuple[Variable, ...], str], Ref] = {}
-        self.rows = RowGradients(nodes.program, nodes.builder, nodes.options.prefix)
+        self.rows = RowGradients(nodes.program, nodes.builder)
         self._packs: dict[str, _Pack] = {}
         self._zeros: dict[tuple[str, str], Ref] = {}
-        self._collectives = AllReduces(nodes.builder, nodes.options.all_reduces, nodes.options.first_key)
+        self._collectives = AllReduces(nodes.builder, nodes.options.all_reduces, nodes.step.next_key)
         self._buckets: dict[tuple[int, ...], list[tuple[Variable, ...]]] = {}  # of each group, as reduced so far
 
     def accumulate_nothing(self, applied: Calls) -> None:
@@ -81,14 +77,10 @@ class Reduction:
                     continue
                 targets = [own[stage] for own in self.nodes.contributors.values() if stage in own]
                 if targets:
-                    name = f"{self._options.prefix}stage{stage}_accumulate_nothing"
+                    name = f"{self._step.prefix}stage{stage}_accumulate_nothing"
                     function = accumulate_function(name, targets, "none")
                     node = f"stage{stage}/replica{replica}/accumulate_nothing"
-                    attrs: dict[str, str | int] = {
-                        PHASE_ATTR: NodeKind.ACCUMULATE_NOTHING.text,
-                        STAGE_ATTR: stage,
-                        REPLICA_ATTR: replica,
-                    }
+                    attrs = NodeKind.ACCUMULATE_NOTHING.marks(stage, replica)
                     after = [call for (stages, on), call in applied.items() if on == device and stage in stages]
                     made = add_call(self._builder, node, function, [], device=device, control=after, attrs=attrs)
                     self.nodes.empty[stage, replica] = [made.node]
@@ -123,7 +115,7 @@ class Reduction:
                     starts,
                     bucket[0].dtype,
                     bytes_of(bucket),
-                    group.marks(NodeKind.ALL_REDUCE),
+                    NodeKind.ALL_REDUCE.marks(group=group.stages),
                     merge=bucket[0].merge,
                 )
                 self.reduced |= {(bucket, device): vector for device, vector in reduced.items()}
@@ -148,7 +140,11 @@ class Reduction:
             group: their group.
         """
         reduction = self.number()
-        attrs = {**group.marks(NodeKind.REDUCE_SCATTER), REDUCTION_ATTR: reduction, BYTES_ATTR: bytes_of(bucket)}
+        attrs = {
+            **NodeKind.REDUCE_SCATTER.marks(group=group.stages),
+            REDUCTION_ATTR: reduction,
+            BYTES_ATTR: bytes_of(bucket),
+        }
         with self._builder.marked(attrs):
             for number, device in enumerate(group.devices):
                 name = f"{group.label}/replica{number}/reduce_scatter{reduction}"
@@ -178,7 +174,7 @@ class Reduction:
                 shards = builder.concat("bucket", parts, dtype, 1)
                 node = builder.add("shards", "Unpack", [shards], T=dtype_attr(dtype), num=count, axis=0).node
                 vectors += [Ref(node, number) for number in range(count)]
-            function = outline(self._options.prefix + name, Graph(builder.graph), list(inputs), vectors)
+            function = outline(self._step.prefix + name, Graph(builder.graph), list(inputs), vectors)
             self._packs[name] = function, tuple(inputs.values())
         return self._packs[name]
 
@@ -206,7 +202,7 @@ class Reduction:
         if (task, value) in self._step.values:
             return self._step.values[task, value]
         if (variable.name, device) not in self._zeros:
-            with self._builder.marked({PHASE_ATTR: NodeKind.ZEROS.text, STAGE_ATTR: stage}):
+            with self._builder.marked(NodeKind.ZEROS.marks(stage)):
                 self._zeros[variable.name, device] = neutral(self._builder, variable, device)
         return self._zeros[variable.name, device]
 

@@ -10,9 +10,6 @@ from typing import ClassVar
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.ir.graph import (
-    PHASE_ATTR,
-    REPLICA_ATTR,
-    STAGE_ATTR,
     Builder,
     Graph,
     Ref,
@@ -62,8 +59,8 @@ class Replicate:
         in_shards: the parameters of which these devices keep a shard each. Each replica gathers what its stage reads of
             them, in vectors of about ``bucket_bytes``; where a stage needs only rows (`Stage.lookups`), these alone.
         bucket_bytes: see ``in_shards``.
-        prefix: start of the names of the functions made here.
-        first_key: the first of the keys of collective operations inside tasks, see `sum_keys`.
+        prefix: start of the names of the step's functions.
+        first_key: the first of the collective keys; steps that share workers mustn't share keys.
 
     Source: DAPPLE (PPoPP'21), section 5.2.2 and figure 8(a): "we split the micro-batch further into 2 even slices, and
     assign each to a device."
@@ -128,7 +125,7 @@ class Replication:
         for stage in program.stages:
             for function in (*stage.own_graph.library.function, *stage.loops):
                 self.builder.define(function)
-            merge_gradients(graph, {g.function_name: g.gradient_func for g in stage.own_graph.library.gradient})
+            merge_gradients(graph, stage.own_graph.library)
         self._feed_batches()
         self._normalizers()
         for stage in program.stages:
@@ -139,6 +136,10 @@ class Replication:
                         self._tasks(stage, micro_batch, replica)
         step = Step(
             self.layout,
+            owners=self.options.owners,
+            host_device=self.options.host_device,
+            prefix=self.options.prefix,
+            next_key=self.options.first_key + sum_keys(program, self.layout),
             entry=self.entry,
             exit=self.exit,
             values=self.values,
@@ -172,7 +173,7 @@ class Replication:
                 if self.layout.active(stage, micro_batch, replica)
             ]
             sizes = [self.layout.slice(stage, *place).size for place in places]
-            with self.builder.marked({PHASE_ATTR: NodeKind.SLICES.text, STAGE_ATTR: stage}):
+            with self.builder.marked(NodeKind.SLICES.marks(stage)):
                 parts = self.builder.split(
                     f"stage{stage}/slices/{ref.node}",
                     self.feeds[ref],
@@ -201,7 +202,7 @@ class Replication:
             used.append(samples)
             inputs.append(self.builder.const(self.layout.batch, types_pb2.DT_INT32, device=self.options.host_device))
         function = outline(f"{self.options.prefix}normalizers", self.flat, used, wanted)
-        attrs = {PHASE_ATTR: NodeKind.NORMALIZERS.text}
+        attrs = NodeKind.NORMALIZERS.marks()
         node = add_call(
             self.builder, "normalizers", function, inputs, device=self.options.host_device, attrs=attrs
         ).node
@@ -227,11 +228,7 @@ class Replication:
                 if not remote or replica == 0:
                     name = f"stage{stage.index}/replica{replica}/read_from{source}"
                     reading = self.layout.devices[source][0] if remote else device
-                    attrs: dict[str, str | int] = {
-                        PHASE_ATTR: NodeKind.READ.text,
-                        STAGE_ATTR: stage.index,
-                        REPLICA_ATTR: replica,
-                    }
+                    attrs = NodeKind.READ.marks(stage.index, replica)
                     node = add_call(self.builder, name, function, [], device=reading, attrs=attrs).node
                 self.reads[stage.index, replica].append(node)
                 for index, variable in enumerate(group):
@@ -374,7 +371,7 @@ class Replication:
         parts = self._output(loss)
         task = next(task for task, value in self.values if value.ref == loss)
         device = self.layout.devices[task.stage][0]
-        with self.builder.marked({PHASE_ATTR: NodeKind.LOSS.text, STAGE_ATTR: task.stage}):
+        with self.builder.marked(NodeKind.LOSS.marks(task.stage)):
             return self.builder.add_n("loss", parts, dtype_of(self.flat, loss), device=device)
 
     def _output(self, ref: Ref) -> tuple[Ref, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import PHASE_ATTR, REPLICA_ATTR, STAGE_ATTR, Builder, Ref
+from graph_passes.ir.graph import Builder, Ref
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.outline import add_call
 from graph_passes.ir.program import OWN_ROWS, SHARED_ROWS, Program, Stage, Value, ValueKind, Variable
@@ -58,15 +58,13 @@ class RowGradients:
     Args:
         program: a program with ordered tasks.
         builder: of the step's top level, which gets the nodes.
-        prefix: start of the functions' names.
 
     Raises:
         PassError: it is unknown which rows of a gradient slices have in common, and there are several slices.
     """
 
-    def __init__(self, program: Program, builder: Builder, prefix: str = "") -> None:
+    def __init__(self, program: Program, builder: Builder) -> None:
         self._program, self._builder, self._step = program, builder, program.own_step
-        self._prefix = prefix
         self._separated: dict[tuple[str, int, int, ValueKind], str] = {}  # the call that separates rows by shard
         self._devices: Sequence[Sequence[str]] = program.own_step.layout.devices
         self._gathered: dict[tuple[str, str], tuple[Ref, Ref]] = {}
@@ -95,7 +93,7 @@ class RowGradients:
                 own_values, own_indices = self._own_rows(variable, stage.index, device)
                 values += own_values
                 indices += [self._cast(index, stage, variable, dtype, device) for index in own_indices]
-            with self._builder.marked({PHASE_ATTR: NodeKind.CONCAT.text}):
+            with self._builder.marked(NodeKind.CONCAT.marks()):
                 self._gathered[name, device] = (
                     self._builder.concat("rows", values, variable.dtype, 0, device=device),
                     self._builder.concat("rows", indices, dtype, 0, device=device),
@@ -121,11 +119,11 @@ class RowGradients:
                 common = [self._separate(variable, SHARED_ROWS, stage, replica) for replica in range(len(devices))]
                 if present := [node for node in common if node]:
                     parts = [Ref(node, number) for node in present]
-                    with self._builder.marked({PHASE_ATTR: NodeKind.SUM.text, STAGE_ATTR: stage}):
+                    with self._builder.marked(NodeKind.SUM.marks(stage)):
                         values.append(self._builder.add_n("rows", parts, variable.dtype, device=device))
                     indices.append(Ref(present[0], variable.shards + number))
             dtype = row_dtype(self._program, variable)
-            with self._builder.marked({PHASE_ATTR: NodeKind.CONCAT.text}):
+            with self._builder.marked(NodeKind.CONCAT.marks()):
                 self._of_shards[key] = (
                     self._builder.concat("rows", values, variable.dtype, 0, device=device),
                     self._builder.concat("rows", indices, dtype, 0, device=device),
@@ -151,9 +149,9 @@ class RowGradients:
         own_dtype, dtype = _stage_dtype(self._program.stages[stage], variable), row_dtype(self._program, variable)
         assert own_dtype is not None
         number = [own.name for own in self._program.roles.variables].index(variable.name)
-        name = f"{self._prefix}rows_of{number}_stage{stage}_by_shard"
+        name = f"{self._step.prefix}rows_of{number}_stage{stage}_by_shard"
         function = rows_by_shard(name, variable, own_dtype, dtype)
-        attrs = {PHASE_ATTR: NodeKind.SPLIT.text, STAGE_ATTR: stage, REPLICA_ATTR: replica}
+        attrs = NodeKind.SPLIT.marks(stage, replica)
         node, device = f"stage{stage}/replica{replica}/rows_by_shard", self._devices[stage][replica]
         return add_call(self._builder, node, function, rows, device=device, attrs=attrs).node
 
@@ -169,7 +167,7 @@ class RowGradients:
         sums = [self._sum_of(shared, variable, stage, replica) for replica in range(len(self._devices[stage]))]
         present = [part for part in sums if part is not None]
         if present:
-            with self._builder.marked({PHASE_ATTR: NodeKind.SUM.text, STAGE_ATTR: stage}):
+            with self._builder.marked(NodeKind.SUM.marks(stage)):
                 values.append(self._builder.add_n("rows", present, variable.dtype, device=device))
             first = min(task for task in self._tasks_with(shared_indices) if task.stage == stage)
             indices.append(self._step.values[first, shared_indices])
@@ -179,20 +177,20 @@ class RowGradients:
         """Casts the indices of a stage to the common dtype of all stages."""
         own = _stage_dtype(stage, variable)
         assert own is not None
-        with self._builder.marked({PHASE_ATTR: NodeKind.CONCAT.text, STAGE_ATTR: stage.index}):
+        with self._builder.marked(NodeKind.CONCAT.marks(stage.index)):
             return self._builder.cast(indices, own, dtype, name="indices", device=device)
 
     def _rows_of(self, value: Value, stage: int, replica: int) -> Ref | None:
         """Returns the rows from one device, joined there before they are sent."""
         key = (value, stage, replica)
         if key not in self._own:
-            parts, device, marks = self._made(key)
+            parts, device = self._made(key)
             _, function = self._program.stages[stage].parameter_gradients
             joined = None
             if parts:
                 assert function is not None
                 name, dtype = f"stage{stage}/replica{replica}/own_rows", function.result_dtype(value)
-                with self._builder.marked({PHASE_ATTR: NodeKind.CONCAT.text, **marks}):
+                with self._builder.marked(NodeKind.CONCAT.marks(stage, replica)):
                     joined = self._builder.concat(name, parts, dtype, 0, device=device)
             self._own[key] = joined
         return self._own[key]
@@ -201,24 +199,23 @@ class RowGradients:
         """Returns the rows that all slices have in common, added up in sequence over the slices of one device."""
         key = (value, stage, replica)
         if key not in self._own:
-            parts, device, marks = self._made(key)
+            parts, device = self._made(key)
             total: Ref | None = None
             for part in parts:
                 if total is None:
                     total = part
                     continue
                 name = f"stage{stage}/replica{replica}/shared_rows"
-                with self._builder.marked({PHASE_ATTR: NodeKind.SUM.text, **marks}):
+                with self._builder.marked(NodeKind.SUM.marks(stage, replica)):
                     total = self._builder.add_n(name, [total, part], variable.dtype, device=device)
             self._own[key] = total
         return self._own[key]
 
-    def _made(self, key: tuple[Value, int, int]) -> tuple[list[Ref], str, dict[str, int]]:
-        """Returns the tensors of a value by a replica's tasks, their device, and marks for their readers."""
+    def _made(self, key: tuple[Value, int, int]) -> tuple[list[Ref], str]:
+        """Returns the tensors of a value by a replica's tasks, and their device."""
         value, stage, replica = key
         own = sorted(task for task in self._tasks_with(value) if (task.stage, task.replica) == (stage, replica))
-        marks = {STAGE_ATTR: stage, REPLICA_ATTR: replica}
-        return [self._step.values[task, value] for task in own], self._devices[stage][replica], marks
+        return [self._step.values[task, value] for task in own], self._devices[stage][replica]
 
     def _tasks_with(self, value: Value) -> list[Task]:
         if value not in self._tasks:

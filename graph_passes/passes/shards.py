@@ -10,16 +10,11 @@ from tensorflow.core.framework import types_pb2
 
 from graph_passes.ir.graph import (
     BYTES_ATTR,
-    GROUP_ATTR,
-    PHASE_ATTR,
     REDUCTION_ATTR,
-    REPLICA_ATTR,
-    STAGE_ATTR,
     Builder,
     Graph,
     Ref,
     dtype_attr,
-    integers_attr,
 )
 from graph_passes.ir.group_update import Captured, shard_storage
 from graph_passes.ir.node_kinds import NodeKind
@@ -42,8 +37,8 @@ from graph_passes.ir.tensorflow_bridge import empty_graph
 from graph_passes.passes.parameter_group import ParameterGroup
 
 if TYPE_CHECKING:
+    from graph_passes.passes.parameter_group import UpdateNodes
     from graph_passes.passes.replicate import Replication
-    from graph_passes.passes.update_nodes import UpdateNodes
 
 
 class ParameterGathers:
@@ -105,7 +100,7 @@ class ParameterGathers:
 
     def _read(self, function: FunctionDef, stages: tuple[int, ...], devices: Sequence[str], label: str) -> list[str]:
         """Reads all shards, on each device its own; returns the nodes."""
-        attrs = {PHASE_ATTR: NodeKind.READ.text, STAGE_ATTR: stages[0], GROUP_ATTR: integers_attr(stages)}
+        attrs = NodeKind.READ.marks(group=stages)
         nodes = []
         for number, device in enumerate(devices):
             name = f"{label}/read_shard{number}"
@@ -126,9 +121,7 @@ class ParameterGathers:
         for index, (bucket, function) in enumerate(zip(packed, functions, strict=True)):
             self._gathers += 1
             attrs = {
-                PHASE_ATTR: NodeKind.ALL_GATHER.text,
-                STAGE_ATTR: stage,
-                REPLICA_ATTR: replica,
+                **NodeKind.ALL_GATHER.marks(stage, replica),
                 REDUCTION_ATTR: -self._gathers,  # Numbers of reductions are above 0.
                 BYTES_ATTR: bytes_of(bucket),
             }
@@ -217,9 +210,13 @@ def all_gather(
     """
     assigned: dict[str, list[Ref]] = {device: [] for device in group.devices}
     for index, bucket in enumerate(packed):
-        function = _gather_function(f"{nodes.options.prefix}{group.label}_all_gather{index}", bucket)
+        function = _gather_function(f"{nodes.step.prefix}{group.label}_all_gather{index}", bucket)
         vectors = [Ref(updates[device].node, index) for device in group.devices]
-        attrs = {**group.marks(NodeKind.ALL_GATHER), REDUCTION_ATTR: number(), BYTES_ATTR: bytes_of(bucket)}
+        attrs = {
+            **NodeKind.ALL_GATHER.marks(group=group.stages),
+            REDUCTION_ATTR: number(),
+            BYTES_ATTR: bytes_of(bucket),
+        }
         for replica, device in enumerate(group.devices):
             name, control = f"{group.label}/replica{replica}/all_gather{index}", [updates[device].node]
             assigned[device].append(

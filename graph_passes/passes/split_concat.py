@@ -13,8 +13,7 @@ from graph_passes.ir.connections import check_rows
 from graph_passes.ir.graph import Builder, Ref, copied, dtype_attr, substitute
 from graph_passes.ir.node_kinds import NodeKind, task_attrs
 from graph_passes.ir.program import Boundary, Fact, Program, Step, Value, ValueKind
-from graph_passes.ir.relays import sources_of
-from graph_passes.ir.tasks import Phase, Task
+from graph_passes.ir.tasks import Phase, Task, sources_of
 
 
 @dataclasses.dataclass(frozen=True)

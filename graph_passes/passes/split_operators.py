@@ -20,6 +20,7 @@ from graph_passes.analysis.split_rules import (
     split_rules,
 )
 from graph_passes.errors import PassError
+from graph_passes.ir.collectives import SUM_OP
 from graph_passes.ir.graph import (
     BYTES_ATTR,
     OWN_ATTRS,
@@ -38,7 +39,6 @@ from graph_passes.ir.graph import (
 )
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.program import Fact, Program, Step
-from graph_passes.ir.replica_sums import SUM_OP
 from graph_passes.ir.tensorflow_bridge import Shape, constant_value, make_constant, output_dtypes
 
 _SMALL = 64
