@@ -7,16 +7,16 @@ import functools
 import itertools
 import logging
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from dapple_tf.common.progress import Progress
-from dapple_tf.describe.layer_profile import Cost, NeededLater
+from dapple_tf.describe.layer_profile import ZERO, Cost, NeededLater
 from dapple_tf.describe.profile import Profile
 from dapple_tf.frontend.layer_cuts import with_functions, with_gradients
-from dapple_tf.measuring.cost_fit import nearest_cost, shares
-from dapple_tf.measuring.layer_memory import layers_with_variables, with_memory
+from dapple_tf.measuring.layer_memory import layers_with_variables
 from dapple_tf.measuring.layers_by_operator import needed_later, stage_operators, with_recomputation
 from dapple_tf.measuring.profiled_model import ProfiledModel, TimeBudget
 from dapple_tf.measuring.timed_step import (
@@ -29,7 +29,7 @@ from dapple_tf.measuring.timed_step import (
     input_gradients_of,
     timed_step,
 )
-from dapple_tf.measuring.traced_memory import StepTrace
+from dapple_tf.measuring.traced_memory import StepTrace, with_memory
 from dapple_tf.operators.op_costs import OperatorCosts, device_kind
 from dapple_tf.variables.parameter_groups import group_updates
 from graph_passes.ir.tasks import Phase
@@ -280,3 +280,43 @@ class _Measuring:
         both = sum(self.steps[most].layered.times(most, phase, stage) for phase in (_F, _B))
         low, middle, high = np.percentile(both, (25, 50, 75))
         return float((high - low) / middle) if middle else 0.0
+
+
+# ---- costs from measured points
+
+
+_LEAST_WEIGHED = 1e-3
+"""Times below this part of the longest get no more weight: their errors would count too much."""
+
+
+def nearest_cost(samples: Sequence[int], seconds: Sequence[float]) -> Cost:
+    """Returns the cost nearest to measured times by relative error; a single point has no fixed part."""
+    x, t = np.asarray(samples, float), np.asarray(seconds, float)
+    if len(x) == 1:
+        return Cost(0.0, float(t[0] / x[0]))
+    if t.max() <= 0:
+        return ZERO
+    weight = 1 / np.maximum(t, t.max() * _LEAST_WEIGHED) ** 2
+
+    def mean(values: np.ndarray) -> float:
+        return float((weight * values).sum() / weight.sum())
+
+    spread = mean((x - mean(x)) ** 2)
+    slope = mean((x - mean(x)) * (t - mean(t))) / spread
+    fixed = mean(t) - slope * mean(x)
+    if slope < 0:
+        return Cost(mean(t), 0.0)
+    if fixed < 0:
+        return Cost(0.0, mean(x * t) / mean(x * x))
+    return Cost(fixed, slope)
+
+
+def shares(times: np.ndarray, start: float, total: float) -> np.ndarray:
+    """Returns shares of ``total`` in proportion to ``times``, each less ``start``.
+
+    Where there is nothing to share they are what is left of the times.
+    """
+    net = np.maximum(times - start, 0)
+    if net.sum() <= 0 or total <= 0:
+        return net
+    return np.asarray(net * (total / net.sum()))
