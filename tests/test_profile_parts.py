@@ -21,7 +21,7 @@ from dapple_tf.measuring.layers_by_operator import (
     with_recomputation,
 )
 from dapple_tf.measuring.measured_layers import nearest_cost, shares
-from dapple_tf.measuring.profiled_model import PHASES, TimeBudget
+from dapple_tf.measuring.turns import PHASES, TimeBudget
 from dapple_tf.operators.op_costs import OperatorCosts
 
 

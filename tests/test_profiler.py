@@ -19,9 +19,9 @@ import dapple_tf as dapple
 from dapple_tf.describe.layer_profile import ZERO, ProfileError
 from dapple_tf.describe.profile import Profile
 from dapple_tf.measuring import measured_layers
-from dapple_tf.measuring.profiled_model import TimeBudget
 from dapple_tf.measuring.profiler import profile
 from dapple_tf.measuring.timed_step import StepRuns
+from dapple_tf.measuring.turns import TimeBudget
 from graph_passes.ir.program import VariableKind
 from graph_passes.passes.assign_stages import AssignStages
 
@@ -215,9 +215,9 @@ def test_on_gpus_functions_know_the_size_of_slices_as_in_training(monkeypatch: p
     monkeypatch.setattr(measured_layers, "device_kind", lambda _: "GPU")
     run = StepRuns.run
 
-    def noted(self: StepRuns, samples: int, **options: bool) -> None:
+    def noted(self: StepRuns, samples: int) -> np.ndarray:
         steps[self.name] = self
-        run(self, samples, **options)
+        return run(self, samples)
 
     monkeypatch.setattr(StepRuns, "run", noted)
     profiled = measured(mlp(), [2, 8], budget=hurried("layers"))
