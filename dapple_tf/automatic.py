@@ -24,8 +24,8 @@ from dapple_tf.measuring.device_speeds import measure_speeds
 from dapple_tf.measuring.example_batch import EXAMPLES, ExampleBatch, with_length
 from dapple_tf.measuring.links import measure_links
 from dapple_tf.measuring.measured_steps import fastest_plan, measure_capacity
-from dapple_tf.measuring.profiled_model import TimeBudget
 from dapple_tf.measuring.profiler import profile
+from dapple_tf.measuring.turns import TimeBudget
 from dapple_tf.planning.plan_request import WITH_ALL_GRADIENTS, PlanRequest
 from dapple_tf.planning.planner import find, rivals
 from dapple_tf.simulation.cost import CostModel
