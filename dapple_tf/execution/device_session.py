@@ -37,6 +37,7 @@ class DeviceSession:
         cluster: the devices.
         faults: how long to wait for workers.
         generation: number of sessions opened before: what workers keep besides the graph goes with each.
+        added: names of the graphs that were added to its own.
         reading: held while batches are read on workers, beside a step: no session is closed or opened meanwhile.
     """
 
@@ -54,7 +55,7 @@ class DeviceSession:
         self._open()
 
     def _open(self) -> None:
-        self._session_graph = SessionGraph()
+        self._session_graph, self.added = SessionGraph(), set[str]()
         self._session = open_session(self.cluster, self.graph, self._connection)
         self._prepared: dict[StepRequest, PreparedRun] = {}
         self._traced: set[str] = set()
@@ -134,6 +135,7 @@ class DeviceSession:
         if self.cluster.has_gpus:
             check_kernels(graph)
         self._session_graph.add(graph, name)
+        self.added.add(name)
 
     def run(
         self,

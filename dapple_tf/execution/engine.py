@@ -15,7 +15,7 @@ from dapple_tf.clusters.clocks import Offset, WorkerClock
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
 from dapple_tf.errors import DappleError, DataError, reason
-from dapple_tf.execution.builds import PREPARED_STEPS, Build, StepKind, StepRequest, StepResult
+from dapple_tf.execution.builds import PREPARED_STEPS, Build, BuiltStep, StepKind, StepResult
 from dapple_tf.execution.device_session import DeviceSession
 from dapple_tf.execution.preparation import Preparation
 from dapple_tf.execution.step_builder import StepBuilder
@@ -100,7 +100,7 @@ class Engine:
         self.model, self.cluster, self.plan = model, cluster, plan
         self.table = VariableTable(model)
         self.timing = Preparation()
-        self.builder = StepBuilder(model, cluster, plan, self.table, self.timing, operator_costs, self._add, pipeline)
+        self.builder = StepBuilder(model, cluster, plan, self.table, self.timing, operator_costs, pipeline)
         self._most_steps = prepared_steps
         self.session = DeviceSession(cluster, recovery.policy)
         self.data = WorkerData(cluster, self.session, self.builder.layout(plan.global_batch_size))
@@ -119,9 +119,10 @@ class Engine:
         """
         self.session.reopen()
 
-    def _add(self, graph: GraphDef, name: str) -> None:
-        with self.timing.part("import"):
-            self.session.add(graph, name)
+    def _add(self, name: str, graph: GraphDef) -> None:
+        if name not in self.session.added:
+            with self.timing.part("import"):
+                self.session.add(graph, name)
 
     def make_room(self) -> None:
         """Continues in a fresh session, with only those steps that ran most often: half of what may stay prepared.
@@ -173,12 +174,18 @@ class Engine:
         self.values.recover()
 
     def _prepare(self, mode: Mode, spec: BatchSpec, training: bool | None = None) -> Build:
-        before = self.builder.holdings
-        built = self.builder.prepare(mode, spec, training=training)
-        if self.builder.holdings is not before and self.values.prepared:
-            self.values.rearrange(before, self.session.renew)
-            self.builder.keep(built)
-        return built
+        """Returns a step's stage functions, made once; other devices keep the variables if it asks for that."""
+        builder, key = self.builder, _key(mode, spec, training)
+        if key not in builder.builds:
+            built, arrangement = builder.build(mode, spec, key[2])
+            if arrangement != builder.arrangement:
+                if self.values.prepared:
+                    builder.builds = {}
+                    after = arrangement.holdings(self.table, builder.passes.devices)
+                    self.values.rearrange(builder.holdings, after, self.session.renew)
+                builder.settle(arrangement)
+            builder.builds[key] = built
+        return builder.builds[key]
 
     def run(
         self,
@@ -202,11 +209,11 @@ class Engine:
             want_gradients: whether to return reduced gradients and leave the variables unchanged.
             trace: whether to collect step stats.
         """
-        built = self.builder.prepare(mode, spec, training=training)
+        built = self._prepare(mode, spec, training)
         if mode is Mode.TRAIN and not want_gradients:
             self.values.push_learning_rate()
-        carries = self.builder.carries(built, want_gradients)
-        if self.values.left_over != (built.flush if carries else None):
+        carried = built.flush if self.builder.carries(built, want_gradients) else None
+        if self.values.left_over != (None if carried is None else carried.node):
             self.values.flush()
         address, samples = address_of(arrays), spec.parts(arrays[0].shape[0])
         if address is None:
@@ -214,11 +221,16 @@ class Engine:
         else:
             self._check_on_workers(built)
         kind = self._kind(built, samples, want_gradients=want_gradients, trace=trace, **read_by(address))
-        name, step = self.builder.step(built, kind)
+        made = self.builder.step(built, kind)
+        name, step = made.name, made.step
+        flush = built.flush if kind.carries else None
+        self._add(name, made.graph)
+        if flush is not None:
+            self._add(flush.name, flush.graph)
         if not self.session.has_run(name):
             self.timing.tell("TensorFlow prepares the step")
 
-        request = StepRequest.of(built, name, step, want_gradients)
+        request = made.request(built.program, want_gradients)
         running = {} if metrics is None else metrics
         fed = arrays if address is None else [self._prepared(address, step)]
         values = [*fed, *(value for metric in step.metric_feeds for value in running[metric])]
@@ -226,7 +238,7 @@ class Engine:
         before = self.session.clocks() if trace else {}
         called = time.time_ns()
         try:
-            with self.values.step(trains="train" in request.fetches, left_over=built.flush if carries else None):
+            with self.values.step(trains="train" in request.fetches, left_over=flush and flush.node):
                 result = self.session.run_step(name, request, values, metadata)
         except BaseException:
             if address is not None:
@@ -236,7 +248,7 @@ class Engine:
             self.data.taken(address, step.taken.arrays)
         traced = None
         if metadata is not None:
-            traced = self._traced(built, name, step, metadata.step_stats, (called, time.time_ns()), before)
+            traced = self._traced(built, made, metadata.step_stats, (called, time.time_ns()), before)
         return StepResult(
             loss=float(result["loss"]) if "loss" in result else None,
             metrics={key: merged(parts, running[key][1]) for key, parts in result["metrics"].items()},
@@ -286,9 +298,9 @@ class Engine:
             training: as for `run`.
             options: ``want_gradients`` and ``trace``, as for `run`, and the options of `read_by`.
         """
-        built = self.builder.builds.get((mode, spec.key, mode is Mode.TRAIN if training is None else training))
+        built = self.builder.builds.get(_key(mode, spec, training))
         step = None if built is None else built.steps.get(self._kind(built, samples, **options))
-        return None if step is None else step[0]
+        return None if step is None else step.name
 
     @property
     def full(self) -> bool:
@@ -298,14 +310,13 @@ class Engine:
     # ---- traces
 
     def _traced(
-        self, built: Build, name: str, step: Step, stats: Any, called: tuple[int, int], before: Mapping[int, Offset]
+        self, built: Build, made: BuiltStep, stats: Any, called: tuple[int, int], before: Mapping[int, Offset]
     ) -> TracedStep:
         """Returns a traced step, from which its times and memory follow.
 
         Args:
             built: its stage functions.
-            name: name of the step.
-            step: the step.
+            made: the step.
             stats: TensorFlow's step stats.
             called: when it was called, and when it was over, in ns by this process's clock.
             before: the workers' clocks before it.
@@ -314,9 +325,9 @@ class Engine:
         clocks = {worker: WorkerClock(offset, after[worker]) for worker, offset in before.items()}
         names = enumerate(self.cluster.device_names)
         stored = {index: self.builder.stored_bytes(built.program, device) for index, device in names}
-        replaced = replaced_bytes(built.program, step) if built.mode is Mode.TRAIN else {}
-        first = self.session.first_trace(name)
-        return TracedStep(stats, built.nodes[name], name, called, clocks, stored, replaced, step.layout.batch, first)
+        replaced = replaced_bytes(built.program, made.step) if built.mode is Mode.TRAIN else {}
+        first = self.session.first_trace(made.name)
+        return TracedStep(stats, made.nodes, made.name, called, clocks, stored, replaced, made.step.layout.batch, first)
 
     def measured(self, traced: TracedStep) -> MeasuredStep:
         """Returns a traced step's timeline, and where each device's time went."""
@@ -330,3 +341,8 @@ class Engine:
     def output_structure(self, spec: BatchSpec) -> Any:
         """Returns the structure of a prediction's outputs for batches of this structure."""
         return self.table.outputs[spec.key]
+
+
+def _key(mode: Mode, spec: BatchSpec, training: bool | None) -> tuple[Mode, str, bool]:
+    """Returns the key of stage functions; layers behave as in training if ``training``, or as usual if it is None."""
+    return mode, spec.key, mode is Mode.TRAIN if training is None else training
