@@ -24,7 +24,7 @@ from dapple_tf.dumps.output_folder import filled
 from dapple_tf.errors import DataError
 from dapple_tf.execution.builds import Build, StepKind, StepSource
 from dapple_tf.execution.gpu_check import gpu_text
-from dapple_tf.execution.planned_steps import complete_step, full_step, training_source, with_compiler
+from dapple_tf.execution.step_builder import complete_step, full_step, training_source, with_compiler
 from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture, check_model

@@ -17,6 +17,7 @@ from dapple_tf.operators.step_placer import PlacedStep
 from dapple_tf.tracing.step_nodes import StepNode
 from dapple_tf.tracing.step_trace import TracedStep
 from dapple_tf.variables.device_values import Holding
+from dapple_tf.variables.parameter_groups import Arrangement
 from graph_passes.analysis.sample_dependence import spreads_of
 from graph_passes.ir.graph import GraphDef, Ref
 from graph_passes.ir.group_update import GroupUpdate
@@ -226,12 +227,12 @@ class StepSource(NamedTuple):
         built: the stage functions.
         training: whether layers behave as in training.
         kind: the largest step made from them; None if there is none yet.
-        owners: variable -> the stages that keep it.
+        arrangement: the stages that keep each variable.
         holdings: what devices keep.
     """
 
     built: Build
     training: bool
     kind: StepKind | None
-    owners: Mapping[str, tuple[int, ...]]
+    arrangement: Arrangement
     holdings: Sequence[Holding]

@@ -174,12 +174,18 @@ class Engine:
         self.values.recover()
 
     def _prepare(self, mode: Mode, spec: BatchSpec, training: bool | None = None) -> Build:
-        before = self.builder.holdings
-        built = self.builder.prepare(mode, spec, training=training)
-        if self.builder.holdings is not before and self.values.prepared:
-            self.values.rearrange(before, self.session.renew)
-            self.builder.keep(built)
-        return built
+        """Returns a step's stage functions, made once; other devices keep the variables if it asks for that."""
+        builder, key = self.builder, _key(mode, spec, training)
+        if key not in builder.builds:
+            built, arrangement = builder.build(mode, spec, key[2])
+            if arrangement != builder.arrangement:
+                if self.values.prepared:
+                    builder.builds = {}
+                    after = arrangement.holdings(self.table, builder.passes.devices)
+                    self.values.rearrange(builder.holdings, after, self.session.renew)
+                builder.settle(arrangement)
+            builder.builds[key] = built
+        return builder.builds[key]
 
     def run(
         self,
@@ -203,7 +209,7 @@ class Engine:
             want_gradients: whether to return reduced gradients and leave the variables unchanged.
             trace: whether to collect step stats.
         """
-        built = self.builder.prepare(mode, spec, training=training)
+        built = self._prepare(mode, spec, training)
         if mode is Mode.TRAIN and not want_gradients:
             self.values.push_learning_rate()
         carried = built.flush if self.builder.carries(built, want_gradients) else None
@@ -292,7 +298,7 @@ class Engine:
             training: as for `run`.
             options: ``want_gradients`` and ``trace``, as for `run`, and the options of `read_by`.
         """
-        built = self.builder.builds.get((mode, spec.key, mode is Mode.TRAIN if training is None else training))
+        built = self.builder.builds.get(_key(mode, spec, training))
         step = None if built is None else built.steps.get(self._kind(built, samples, **options))
         return None if step is None else step.name
 
@@ -335,3 +341,8 @@ class Engine:
     def output_structure(self, spec: BatchSpec) -> Any:
         """Returns the structure of a prediction's outputs for batches of this structure."""
         return self.table.outputs[spec.key]
+
+
+def _key(mode: Mode, spec: BatchSpec, training: bool | None) -> tuple[Mode, str, bool]:
+    """Returns the key of stage functions; layers behave as in training if ``training``, or as usual if it is None."""
+    return mode, spec.key, mode is Mode.TRAIN if training is None else training

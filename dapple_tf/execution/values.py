@@ -398,20 +398,21 @@ class LiveValues:
         self._open(session)
         self._stored = stored
 
-    def rearrange(self, before: Sequence[Holding], renew: Callable[[], None]) -> None:
-        """Lets other devices keep the variables from now on.
+    def rearrange(self, before: Sequence[Holding], after: Sequence[Holding], renew: Callable[[], None]) -> None:
+        """Prepares for other devices to keep the variables from now on.
 
         Values move from device to device if the model has no place for them. Otherwise they go into the model, and a
         fresh session begins.
 
         Args:
-            before: what devices kept until now.
+            before: what devices keep.
+            after: what they are to keep.
             renew: opens the fresh session.
         """
         if self.ahead and self.deferred:
             self.flush()
             self._snapshots.rearrange()
-            self._stored.rearrange(before)
+            self._stored.rearrange(before, after)
             return
         if self.ahead:
             self.sync()

@@ -114,15 +114,16 @@ class StoredValues:
         if feed:
             self._session.run(loads, feed)
 
-    def rearrange(self, before: Sequence[Holding]) -> None:
-        """Lets devices pass values on to the devices of the changed holdings.
+    def rearrange(self, before: Sequence[Holding], after: Sequence[Holding]) -> None:
+        """Lets devices pass values on to the devices of other holdings.
 
         Args:
             before: the holdings of which devices have values.
+            after: those of which they are to have values.
         """
         self._nodes = None
         self._loaders, self._savers = {}, {}
-        after = self._made().holdings
+        self._made(after)
         missing = self._added(rearrangement, before, after)
         if missing:
             self._bring(missing, {})
@@ -238,9 +239,9 @@ class StoredValues:
         self.load_some({self._table.name_of(rate): self._rate})
 
     @without_collection
-    def _made(self) -> StorageNodes:
+    def _made(self, holdings: Sequence[Holding] | None = None) -> StorageNodes:
         if self._nodes is None:
-            self._nodes = StorageNodes(self._holdings(), self._prefix())
+            self._nodes = StorageNodes(self._holdings() if holdings is None else holdings, self._prefix())
             self._session.add(self._nodes.graph, self._nodes.prefix)
         return self._nodes
 
