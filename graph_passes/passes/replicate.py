@@ -9,13 +9,7 @@ from typing import ClassVar
 
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.ir.graph import (
-    Builder,
-    Graph,
-    Ref,
-    dtype_attr,
-    shape_attr,
-)
+from graph_passes.ir.graph import Builder, Graph, Ref, dtype_attr, shape_attr
 from graph_passes.ir.kernels import host_of
 from graph_passes.ir.node_kinds import NodeKind, task_attrs
 from graph_passes.ir.outline import add_call, dtype_of, outline

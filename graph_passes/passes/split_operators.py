@@ -9,15 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.analysis.split_rules import (
-    Cut,
-    Shape,
-    Split,
-    chosen_rule,
-    part_name,
-    split_name,
-    split_rules,
-)
+from graph_passes.analysis.split_rules import Cut, Shape, Split, chosen_rule, part_name, split_name, split_rules
 from graph_passes.analysis.splitting import Splitting, Whole
 from graph_passes.errors import PassError
 from graph_passes.ir.collectives import SUM_OP
