@@ -223,7 +223,7 @@ class Application:
 
     def _own_rows(self, group: ParameterGroup, name: str, index: int, device: str) -> Ref:
         """Returns the values (index 0) or indices of a gradient's rows in a device's shard."""
-        return self.reduction.rows.of_shard(group.in_shards[name], group.devices.index(device), device)[index]
+        return self.reduction.rows.of(group.in_shards[name], device, group.devices.index(device))[index]
 
     def _number(self, group: ParameterGroup, device: str) -> Ref:
         """Returns the number of a device's shards."""
@@ -231,7 +231,7 @@ class Application:
 
     def _rows(self, name: str, index: int, device: str) -> Ref:
         """Returns the values (index 0) or indices of a gradient's rows on a device."""
-        return self.reduction.rows.gather(name, device)[index]
+        return self.reduction.rows.of(self._program.variables[name], device)[index]
 
     def _state_of(self, group: ParameterGroup, what: NodeKind) -> list[Variable]:
         """Returns the state of a group that a call assigns: counters have their new value in the step itself."""

@@ -161,7 +161,7 @@ class _Exchange:
     joining: FunctionDef
 
 
-def rows_by_shard(name: str, variable: Variable, own_dtype: int, dtype: int) -> FunctionDef:
+def rows_by_shard(name: str, variable: Variable, dtype: int) -> FunctionDef:
     """Returns the function that separates rows of a parameter's gradient by the shard that they belong to.
 
         (values [rows, ...], indices [rows]) -> values of each shard's rows, and their indices in each shard
@@ -171,13 +171,11 @@ def rows_by_shard(name: str, variable: Variable, own_dtype: int, dtype: int) -> 
     Args:
         name: the function's name.
         variable: the parameter, whose shards are rows.
-        own_dtype: dtype of the indices.
-        dtype: dtype of the results' indices.
+        dtype: dtype of the indices.
     """
     builder = Builder(empty_graph())
     values = builder.argument("values", variable.dtype)
-    own_indices = builder.argument("indices", own_dtype)
-    indices = builder.cast(own_indices, own_dtype, dtype)
+    indices = builder.argument("indices", dtype)
     kind, count = dtype_attr(dtype), variable.shards
     rows = builder.const(variable.storage_shape[0], dtype)
     number = builder.add("number", "FloorDiv", [indices, rows], T=kind)
@@ -192,7 +190,7 @@ def rows_by_shard(name: str, variable: Variable, own_dtype: int, dtype: int) -> 
         for tensor, own in ((values, variable.dtype), (local, dtype))
         for part in _partition(builder, tensor, own, shard, count + 1)[:count]
     ]
-    return outline(name, Graph(builder.graph), [values, own_indices], parts)
+    return outline(name, Graph(builder.graph), [values, indices], parts)
 
 
 def _asking(name: str, tables: Sequence[Variable], dtypes: Sequence[int]) -> FunctionDef:
