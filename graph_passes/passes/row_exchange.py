@@ -341,11 +341,7 @@ def _packed(builder: Builder, numbers: Sequence[Ref]) -> Ref:
 
 def _split(builder: Builder, vector: Ref, dtype: int, sizes: Ref | None, count: int) -> list[Ref]:
     """Splits a vector into parts of these sizes; None for a single part."""
-    if sizes is None:
-        return [vector]
-    kinds = {"T": dtype_attr(dtype), "Tlen": dtype_attr(_INT32), "num_split": count}
-    node = builder.add("parts", "SplitV", [vector, sizes, builder.const(0, _INT32)], **kinds).node
-    return [Ref(node, number) for number in range(count)]
+    return [vector] if sizes is None else builder.parts("parts", vector, dtype, sizes, count)
 
 
 def _partition(builder: Builder, tensor: Ref, dtype: int, shard: Ref, count: int) -> list[Ref]:

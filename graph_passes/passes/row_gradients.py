@@ -12,8 +12,8 @@ from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.outline import add_call
 from graph_passes.ir.program import OWN_ROWS, SHARED_ROWS, Program, Stage, Value, ValueKind, Variable
 from graph_passes.ir.tasks import Task
+from graph_passes.passes.build_backward import refusal
 from graph_passes.passes.row_exchange import rows_by_shard
-from graph_passes.passes.row_sets import refusal
 
 
 def index_dtype(program: Program, variable: Variable) -> int | None:
