@@ -363,8 +363,8 @@ def _check_slices(program: Program, stage_of: Mapping[str, int], layout: Layout)
         return ""
 
     for stage in range(len(layout.devices)):
-        slices = [each for micro in range(len(layout.micro_batch_intervals)) for each in layout.slices(stage, micro)]
-        for size in sorted({each.size for each in slices} - {0, layout.batch}):
+        slices = layout.slices_with_samples(stage).values()
+        for size in sorted({each.size for each in slices} - {layout.batch}):
             if (text := contradiction(range(stage + 1), size)) and not contradiction(range(stage), size):
                 raise PassError(
                     f"{text}, for a slice of {size} of the batch's {layout.batch} samples, in stage {stage}: where a "
