@@ -12,7 +12,7 @@ from programs import FLOAT, INT32, PARAMETER
 from graph_passes.analysis.element_origins import ElementOrigins, Origin, Parts
 from graph_passes.ir.graph import Builder, GraphDef, Ref, dtype_attr
 from graph_passes.ir.program import Program, Roles, Slice, Stage, Value, Variable
-from graph_passes.passes.row_sets import Rows, row_sets
+from graph_passes.passes.build_backward import Rows, row_sets
 
 LENGTH = 4
 Made = Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tf.Tensor]

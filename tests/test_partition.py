@@ -270,8 +270,8 @@ def test_min_cut_keeps_the_fewest_bytes_of_all_sets(
     (stage,) = Partition(StageForm("min_cut")).run(program).stages
     assert stage.residual_bytes == (0, fewest_bytes(nodes, read))
     (plain,) = Partition().run(program).stages
-    assert plain.fixed_residual_bytes == 8 * sum(nodes[index][2] for index in read)
-    assert stage.fixed_residual_bytes <= plain.fixed_residual_bytes
+    assert plain.residual_bytes.fixed == 8 * sum(nodes[index][2] for index in read)
+    assert stage.residual_bytes.fixed <= plain.residual_bytes.fixed
 
 
 def test_a_stage_with_branches_is_not_compiled_and_trains() -> None:

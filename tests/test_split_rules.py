@@ -20,7 +20,7 @@ from graph_passes.analysis.split_table import OPERATORS
 from graph_passes.ir.graph import Graph, GraphDef, Ref, make_node
 from graph_passes.ir.static_shapes import infer_shapes
 from graph_passes.ir.tensorflow_bridge import constant_value, is_stateful, output_dtypes
-from graph_passes.passes.split_operators import split_operators
+from graph_passes.passes.split_operators import GraphSplitting
 
 
 class Case(NamedTuple):
@@ -86,7 +86,7 @@ def assert_same(definition: GraphDef, splits: Sequence[dict[str, Split]], refs: 
         tf.graph_util.import_graph_def(definition, name="whole")
         fetches = [[f"whole/{ref.node}:{ref.output}" for ref in refs]]
         for number, split in enumerate(splits):
-            made = split_operators(definition, split, shapes, refs)
+            made = GraphSplitting(definition, split, shapes).result(refs)
             tf.graph_util.import_graph_def(made.graph, name=f"split{number}")
             joined = [made.joined.get(ref, ref) for ref in refs]
             fetches.append([f"split{number}/{ref.node}:{ref.output}" for ref in joined])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from profiled import captured
 from program_text import read_program
-from programs import DOUBLE, HOST, INT32, INT64, Machine, apply, chain, embedding, owners, sgd, staged, step_of
+from programs import DOUBLE, HOST, INT32, Machine, apply, chain, embedding, owners, sgd, staged, step_of
 from tensorflow.core.framework import types_pb2
 
 from dapple_tf.frontend.layer_cuts import with_gradients
@@ -167,7 +167,7 @@ def test_lookups_go_one_task_ahead_and_rows_change_after_them(many_rows: Program
 def test_rows_of_gradients_are_separated_in_order_and_none_is_made_up() -> None:
     """Three shards of 20 rows; -1 and 60 are no rows of the table."""
     variable = Variable("table", DOUBLE, (60, 1), VariableKind.PARAMETER, shards=3)
-    function = rows_by_shard("by_shard", variable, INT32, INT64)
+    function = rows_by_shard("by_shard", variable, INT32)
     builder = Builder(empty_graph())
     indices = [45, 3, 59, 21, 3, -1, 60, 20]
     inputs = [builder.const([float(number) for number in range(8)], DOUBLE), builder.const(indices, INT32)]

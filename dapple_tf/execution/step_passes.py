@@ -73,7 +73,8 @@ class StepPasses:
     @property
     def devices(self) -> tuple[tuple[str, ...], ...]:
         """Names of the devices of each stage's replicas."""
-        return self._names(self.plan.devices)
+        names = self.cluster.device_names
+        return tuple(tuple(names[device] for device in replicas) for replicas in self.plan.devices)
 
     @functools.cached_property
     def on_gpus(self) -> frozenset[int]:
@@ -94,18 +95,8 @@ class StepPasses:
     def updates(self, model: keras.Model, table: VariableTable, program: Program) -> tuple[GroupUpdate, ...]:
         """Returns the optimizer's part for each parameter group; see `group_updates`."""
         plan = self.plan
-        return group_updates(
-            model,
-            table,
-            program,
-            self.shards,
-            dense="optimizer" in plan.shards,
-            compiled=plan.compiled,
-        )
-
-    def _names(self, devices: Sequence[Sequence[int]]) -> tuple[tuple[str, ...], ...]:
-        names = self.cluster.device_names
-        return tuple(tuple(names[device] for device in replicas) for replicas in devices)
+        dense = "optimizer" in plan.shards
+        return group_updates(model, table, program, self.shards, dense=dense, compiled=plan.compiled)
 
     @property
     def slices(self) -> tuple[int, ...]:
@@ -122,18 +113,9 @@ class StepPasses:
         every = frozenset(range(len(self.devices)))
         sized = (every if mode is Mode.TRAIN else self.on_gpus) - self.plan.flat_stages
         layout = self.layout(samples)
-        sizes = [
-            {
-                interval.size
-                for micro_batch in range(len(layout.micro_batch_intervals))
-                for interval in layout.slices(stage, micro_batch)
-                if interval.size
-            }
-            for stage in range(len(self.devices))
-        ]
-        return tuple(
-            of_stage.pop() if len(of_stage) == 1 and stage in sized else None for stage, of_stage in enumerate(sizes)
-        )
+        slices = [layout.slices_with_samples(stage).values() for stage in range(len(self.devices))]
+        sizes = [{interval.size for interval in own} for own in slices]
+        return tuple(own.pop() if len(own) == 1 and stage in sized else None for stage, own in enumerate(sizes))
 
     @functools.cached_property
     def uninterrupted(self) -> frozenset[int]:
@@ -241,8 +223,7 @@ class StepPasses:
         if gradients or self.plan.accumulates():
             kept += [v for stage in stages for _, v, _ in stage.gradients]
         if gradients and (in_shards := parameters_in_shards(holdings)):
-            running = [stage for stage in program.stages if device in self.devices[stage.index]]
-            gathered = [name for stage in running for name in stage.reads if name not in stage.looked_up]
+            gathered = [name for stage in stages for name in stage.reads if name not in stage.looked_up]
             kept += [program.variables[name] for name in gathered if name in in_shards]
         return bytes_of(kept)
 

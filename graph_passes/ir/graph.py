@@ -444,10 +444,7 @@ class Builder:
             return scaled(self.const(numbers, int32, device=device))
 
         if dtype in SPLIT_DTYPES or on_host:
-            inputs = [tensor, lengths(sizes), self.const(axis, int32, device=device)]
-            kind |= {"Tlen": dtype_attr(int32), "num_split": len(sizes)}
-            node = self.add(name, "SplitV", inputs, device=device, **kind)
-            return [Ref(node.node, index) for index in range(len(sizes))]
+            return self.parts(name, tensor, dtype, lengths(sizes), len(sizes), axis, device=device)
         before = (1 << axis) - 1  # the axes before this one, which are left whole
         kind |= {"Index": dtype_attr(int32), "begin_mask": before, "end_mask": before}
         stops = [lengths([*[0] * axis, stop]) for stop in itertools.accumulate(sizes, initial=0)]
@@ -456,6 +453,15 @@ class Builder:
             self.add(f"{name}/part{part}", "StridedSlice", [tensor, *ends, ones], device=device, **kind)
             for part, ends in enumerate(itertools.pairwise(stops))
         ]
+
+    def parts(
+        self, name: str, tensor: Ref, dtype: int, lengths: Ref, count: int, axis: int = 0, *, device: str = ""
+    ) -> list[Ref]:
+        """Splits a tensor into consecutive parts of the lengths (int32) in another one."""
+        inputs = [tensor, lengths, self.const(axis, types_pb2.DT_INT32, device=device)]
+        kind = {"T": dtype_attr(dtype), "Tlen": dtype_attr(types_pb2.DT_INT32), "num_split": count}
+        node = self.add(name, "SplitV", inputs, device=device, **kind).node
+        return [Ref(node, index) for index in range(count)]
 
     def concat(self, name: str, parts: Sequence[Ref], dtype: int, axis: int, *, device: str = "") -> Ref:
         """Concatenates the parts along one axis."""

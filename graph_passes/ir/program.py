@@ -530,15 +530,19 @@ class Layout:
         shares = None if self.shares is None else self.shares[stage]
         return slice_intervals(self.micro_batch_intervals[micro_batch], len(self.devices[stage]), shares)
 
+    def slices_with_samples(self, stage: int) -> dict[tuple[int, int], Interval]:
+        """Returns (micro-batch, replica) -> samples, for each slice of a stage that has any."""
+        return {
+            (micro_batch, replica): interval
+            for micro_batch in range(len(self.micro_batch_intervals))
+            for replica, interval in enumerate(self.slices(stage, micro_batch))
+            if interval.size
+        }
+
     @property
     def sliced(self) -> bool:
         """Whether some stage has several slices of the batch."""
-        micro_batches = [number for number, interval in enumerate(self.micro_batch_intervals) if interval.size]
-        return len(micro_batches) > 1 or any(
-            sum(interval.size > 0 for interval in self.slices(stage, number)) > 1
-            for stage in range(len(self.devices))
-            for number in micro_batches
-        )
+        return any(len(self.slices_with_samples(stage)) > 1 for stage in range(len(self.devices)))
 
     def slice(self, stage: int, micro_batch: int, replica: int) -> Interval:
         """Returns the samples of one replica."""

@@ -16,14 +16,7 @@ import tensorflow as tf
 from tensorflow.core.framework import function_pb2, op_def_pb2, tensor_pb2, types_pb2
 
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import (
-    COMPILED_ATTR,
-    AttrValue,
-    GraphDef,
-    NodeDef,
-    Ref,
-    rename_functions,
-)
+from graph_passes.ir.graph import COMPILED_ATTR, AttrValue, GraphDef, NodeDef, Ref, rename_functions
 from graph_passes.ir.tensorflow_private import op_def_registry, replace_input
 from graph_passes.ir.twin import Twin
 

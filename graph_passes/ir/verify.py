@@ -172,12 +172,10 @@ def _verify_step(program: Program, graph: Graph, *, complete: bool) -> None:
     _verify_relays(program, graph)
     wanted = {
         Task(stage, phase, micro_batch, replica)
-        for stage, devices in enumerate(layout.devices)
+        for stage in range(len(layout.devices))
         if stage not in step.dissolved
         for phase, _ in program.stages[stage].phases
-        for micro_batch in range(len(layout.micro_batch_intervals))
-        for replica in range(len(devices))
-        if layout.active(stage, micro_batch, replica)
+        for micro_batch, replica in layout.slices_with_samples(stage)
     }
     if wanted != set(step.entry):
         difference = sorted(map(str, wanted ^ set(step.entry)))

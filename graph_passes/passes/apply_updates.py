@@ -8,16 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.ir.graph import (
-    FLOAT_DTYPES,
-    Builder,
-    Graph,
-    GraphDef,
-    Ref,
-    copied,
-    dtype_attr,
-    substitute,
-)
+from graph_passes.ir.graph import FLOAT_DTYPES, Builder, Graph, GraphDef, Ref, copied, dtype_attr, substitute
 from graph_passes.ir.group_update import Captured
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.outline import FunctionDef, compiled, outline
@@ -179,26 +170,21 @@ class Application:
         Returns:
             The call; None if there is nothing to do.
         """
-        name = self.nodes.function_name(what, group, device, part)
-        if name not in self.nodes.computations:  # Building one takes long, and replicas have it in common.
-            self.nodes.computations[name] = self._computation(what, name, group, device, captured, totals)
-        function, inputs = self.nodes.computations[name]
-        if function is None:
-            return None
         control = [] if what is NodeKind.CARRIED_APPLY else self.nodes.complete(group, device)
         if what is NodeKind.GRADIENTS:
             # Fetching them without training still needs every member of each all-reduce to take part.
             control += [ref.node for ref in self.reduction.reduced.values()]
-        return self.nodes.call(what, function, [tensor(device) for tensor in inputs], group, device, control=control)
+        make = functools.partial(self._computation, what, group, device, captured, totals)
+        return self.nodes.compute(what, make, group, device, part=part, control=control)
 
     def _computation(
         self,
         what: NodeKind,
-        name: str,
         group: ParameterGroup,
         device: str,
         captured: Captured,
         totals: Ref | None,
+        name: str,
     ) -> Computation:
         """Returns `_on_gradients`'s function for a device and others that run the same stages of the group."""
         graph = copied(captured.graph)
@@ -237,7 +223,7 @@ class Application:
 
     def _own_rows(self, group: ParameterGroup, name: str, index: int, device: str) -> Ref:
         """Returns the values (index 0) or indices of a gradient's rows in a device's shard."""
-        return self.reduction.rows.of_shard(group.in_shards[name], group.devices.index(device), device)[index]
+        return self.reduction.rows.of(group.in_shards[name], device, group.devices.index(device))[index]
 
     def _number(self, group: ParameterGroup, device: str) -> Ref:
         """Returns the number of a device's shards."""
@@ -245,7 +231,7 @@ class Application:
 
     def _rows(self, name: str, index: int, device: str) -> Ref:
         """Returns the values (index 0) or indices of a gradient's rows on a device."""
-        return self.reduction.rows.gather(name, device)[index]
+        return self.reduction.rows.of(self._program.variables[name], device)[index]
 
     def _state_of(self, group: ParameterGroup, what: NodeKind) -> list[Variable]:
         """Returns the state of a group that a call assigns: counters have their new value in the step itself."""

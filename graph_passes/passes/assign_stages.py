@@ -221,11 +221,11 @@ def _node_stages(
     stage_of: dict[str, int] = {}
     earliest: dict[str, int] = {}  # stage before which a node can't be computed
     position = -1
-    original = _original_positions(graph, roles)
     in_model: set[str] = set()
     drawn = {roles.slice.number.node}  # random numbers, and the source of those that differ between slices
     for node in graph:
-        position = original.get(node.name, position)
+        if POSITION_ATTR in node.attr:  # Inserted nodes have none.
+            position = int(node.attr[POSITION_ATTR].i)
         if position < roles.model_end:
             in_model.add(node.name)
         if node.name in given or node.op == "Const":
@@ -268,11 +268,6 @@ def _may_be_cut(shapes: SliceShapes, ref: Ref) -> bool:
     same = (Dependence.FIXED, Dependence.LENGTH)
     axes = shapes.axes(ref)
     return axes is None or any(axis.dependence not in same for axis in axes)
-
-
-def _original_positions(graph: Graph, roles: Roles) -> dict[str, int]:
-    """Returns positions before nodes were inserted; capture records them, as it knows the order of creation."""
-    return {node.name: int(node.attr[POSITION_ATTR].i) for node in graph if POSITION_ATTR in node.attr}
 
 
 def _boundaries(
@@ -363,8 +358,8 @@ def _check_slices(program: Program, stage_of: Mapping[str, int], layout: Layout)
         return ""
 
     for stage in range(len(layout.devices)):
-        slices = [each for micro in range(len(layout.micro_batch_intervals)) for each in layout.slices(stage, micro)]
-        for size in sorted({each.size for each in slices} - {0, layout.batch}):
+        slices = layout.slices_with_samples(stage).values()
+        for size in sorted({each.size for each in slices} - {layout.batch}):
             if (text := contradiction(range(stage + 1), size)) and not contradiction(range(stage), size):
                 raise PassError(
                     f"{text}, for a slice of {size} of the batch's {layout.batch} samples, in stage {stage}: where a "

@@ -67,7 +67,8 @@ class BuildForward:
         arguments += [*roles.inputs, *roles.scalars, *(normalizer.placeholder for normalizer in roles.normalizers)]
         arguments += [variable.value for variable in roles.variables if variable.value is not None]
 
-        extracted, placed = extract(graph, [*results, *metrics], arguments, _shapes(program))
+        shapes = {boundary.ref: boundary.shape for boundary in program.boundaries}
+        extracted, placed = extract(graph, [*results, *metrics], arguments, shapes)
         return dataclasses.replace(
             stage,
             graph=extracted,
@@ -80,10 +81,6 @@ class BuildForward:
                 if v.kind is VariableKind.STATE and v.dtype in FLOAT_DTYPES and v.update is not None
             ),
         )
-
-
-def _shapes(program: Program) -> dict[Ref, tuple[int | None, ...]]:
-    return {boundary.ref: boundary.shape for boundary in program.boundaries}
 
 
 def extract(

@@ -122,9 +122,6 @@ class _Flattening:
             )
         return function
 
-    def _body(self, call: str) -> dict[str, NodeDef]:
-        return self.bodies[self.calls[call].signature.name]
-
     # ---- the whole
 
     def result(self) -> Program:
@@ -156,7 +153,7 @@ class _Flattening:
 
     def _inline(self, call: str) -> None:
         function = self.calls[call]
-        body = self._body(call)
+        body = self.bodies[function.signature.name]
         renamed = {name: self.names.fresh(f"{call}/{name}") for name in body}
         self.renamed[call] = renamed
         arguments = zip(function.signature.input_arg, self.view.inputs(call), strict=True)

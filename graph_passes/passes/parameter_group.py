@@ -8,12 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import (
-    Builder,
-    Graph,
-    GraphDef,
-    Ref,
-)
+from graph_passes.ir.graph import Builder, Graph, GraphDef, Ref
 from graph_passes.ir.group_update import GroupUpdate
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.outline import FunctionDef, add_call
@@ -196,7 +191,6 @@ class UpdateNodes:
         builder: adds them.
         contributors: variable -> the stages that contribute to it, with their accumulators.
         groups: the parameter groups, in the order of their reduction.
-        computations: name of a function -> what computes it, so that devices share it.
         empty: (stage, replica) without samples -> the nodes that set its accumulators to zero.
     """
 
@@ -208,7 +202,7 @@ class UpdateNodes:
         self.builder = Builder(graph)
         self.contributors = contributors(program)
         self.groups = parameter_groups(program, options.updates)
-        self.computations: dict[str, Computation] = {}
+        self._computations: dict[str, Computation] = {}
         self.empty: dict[tuple[int, int], list[str]] = {}
 
     @property
@@ -255,7 +249,7 @@ class UpdateNodes:
         adding = (node.name for node in view if NodeKind.of(node) is NodeKind.ACCUMULATE)
         return {ref.node: name for name in adding for ref in view.inputs(name)}
 
-    def function_name(self, what: NodeKind, group: ParameterGroup, device: str, part: str = "") -> str:
+    def _function_name(self, what: NodeKind, group: ParameterGroup, device: str, part: str) -> str:
         """Returns the name, without the prefix, of a device's function on a group's gradients.
 
         Devices that run different stages of a group have functions of their own.
@@ -281,6 +275,37 @@ class UpdateNodes:
         name = f"{group.label}/replica{group.devices.index(device)}/{what.text}"
         attrs = what.marks(group=group.stages)
         return add_call(self.builder, name, function, inputs, device=device, control=control, attrs=attrs)
+
+    def compute(
+        self,
+        what: NodeKind,
+        make: Callable[[str], Computation],
+        group: ParameterGroup,
+        device: str,
+        *,
+        part: str = "",
+        control: Sequence[str] = (),
+    ) -> Ref | None:
+        """Adds a call of a computation on a group's gradients, which devices that run the same stages of it share.
+
+        Args:
+            what: its kind.
+            make: makes the computation, given the name of its function without the prefix.
+            group: the group.
+            device: the device.
+            part: tells computations on parts of the group apart.
+            control: nodes that it waits for.
+
+        Returns:
+            The call; None if there is nothing to do.
+        """
+        name = self._function_name(what, group, device, part)
+        if name not in self._computations:  # Making one takes long.
+            self._computations[name] = make(name)
+        function, inputs = self._computations[name]
+        if function is None:
+            return None
+        return self.call(what, function, [tensor(device) for tensor in inputs], group, device, control=control)
 
     def hold_back_reads(self, applied: Calls) -> None:
         """Makes reads of a stage's variables, or of a device's shards of them, wait for its carried updates."""

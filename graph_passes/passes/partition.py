@@ -266,8 +266,9 @@ def _of_samples(
             ((twin.of(count), samples),) if count.node in twin else (),
             tuple(map(twin.of, wanted)),
         )
-    except PassError as error:
-        raise _with_names(error, stage, assumed, {count: samples}, wanted) from None
+    except PassError:
+        fold(stage.own_graph, assumed, {count: samples}, results=wanted)  # Its error has the stage's names.
+        raise
     graph, named = twin.named(folded.graph)
     now = dict(zip(wanted, map(named, folded.wanted), strict=True))
     results, metrics = (
@@ -283,21 +284,6 @@ def _with_old_refs(values: Iterable[Value], before: Mapping[Ref, Ref]) -> Iterat
     for value in values:
         handed_on = value.kind in (ValueKind.RESIDUAL, ValueKind.PARTIAL)
         yield Value(before.get(value.ref, value.ref), value.kind) if handed_on else value
-
-
-def _with_names(
-    error: PassError,
-    stage: Stage,
-    assumed: Mapping[str, Sequence[int | None]],
-    values: Mapping[Ref, int],
-    wanted: Sequence[Ref],
-) -> PassError:
-    """Returns an error of a stage's twin with the names of the stage."""
-    try:
-        fold(stage.own_graph, assumed, values, results=wanted)
-    except PassError as named:
-        return named
-    return error
 
 
 def _folded(

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
 
 from graph_passes.ir.collectives import AllReduces
-from graph_passes.ir.graph import (
-    BYTES_ATTR,
-    REDUCTION_ATTR,
-    Builder,
-    Graph,
-    Ref,
-    dtype_attr,
-)
+from graph_passes.ir.graph import BYTES_ATTR, REDUCTION_ATTR, Builder, Graph, Ref, dtype_attr
 from graph_passes.ir.node_kinds import NodeKind
-from graph_passes.ir.outline import FunctionDef, add_call, outline
+from graph_passes.ir.outline import add_call, outline
 from graph_passes.ir.program import Value, ValueKind, Variable, VariableKind
 from graph_passes.ir.storage import (
     accumulate_function,
@@ -32,12 +24,8 @@ from graph_passes.ir.storage import (
 )
 from graph_passes.ir.tasks import Phase, Task
 from graph_passes.ir.tensorflow_bridge import empty_graph
-from graph_passes.passes.parameter_group import Calls, Inputs, ParameterGroup, ReductionUnit, UpdateNodes
+from graph_passes.passes.parameter_group import Calls, Computation, Inputs, ParameterGroup, ReductionUnit, UpdateNodes
 from graph_passes.passes.row_gradients import RowGradients
-
-_Pack: TypeAlias = tuple[FunctionDef, tuple[Callable[[str], Ref], ...]]
-"""The function that packs gradients into vectors; device -> tensor of the top level, for each of its arguments."""
-
 
 _EACH = 1
 """Bytes of buckets with one variable each."""
@@ -62,7 +50,6 @@ class Reduction:
         self._step = nodes.step
         self.reduced: dict[tuple[tuple[Variable, ...], str], Ref] = {}
         self.rows = RowGradients(nodes.program, nodes.builder)
-        self._packs: dict[str, _Pack] = {}
         self._zeros: dict[tuple[str, str], Ref] = {}
         self._collectives = AllReduces(nodes.builder, nodes.options.all_reduces, nodes.step.next_key)
         self._buckets: dict[tuple[int, ...], list[tuple[Variable, ...]]] = {}  # of each group, as reduced so far
@@ -95,10 +82,11 @@ class Reduction:
             self._buckets.setdefault(group.stages, []).extend(packed)
             calls = {}
             for device in group.devices:
-                function, inputs = self._pack(unit, device, packed)
                 control = [] if at_head else self.nodes.complete(group, device, unit.piece)
-                given = [tensor(device) for tensor in inputs]
-                calls[device] = self.nodes.call(NodeKind.PACK, function, given, group, device, control=control)
+                pack = functools.partial(self._pack, self.nodes.stages_on(group, device), packed)
+                call = self.nodes.compute(NodeKind.PACK, pack, group, device, part=unit.label, control=control)
+                assert call is not None
+                calls[device] = call
             index = 0
             for bucket in packed:
                 if bucket[0].shards > 1:
@@ -155,28 +143,24 @@ class Reduction:
         """Returns a number that no other reduction of the step has."""
         return self._collectives.number()
 
-    def _pack(self, unit: ReductionUnit, device: str, packed: Sequence[Sequence[Variable]]) -> _Pack:
-        """Returns the packing of a device's gradients; devices that run the same stages of a group share it."""
-        name = self.nodes.function_name(NodeKind.PACK, unit.group, device, unit.label)
-        if name not in self._packs:
-            stages = self.nodes.stages_on(unit.group, device)
-            builder = Builder(empty_graph())
-            inputs: Inputs = {}
-            vectors = []
-            for bucket in packed:
-                sums = [self.own_sum(builder, inputs, variable, stages) for variable in bucket]
-                dtype, count = bucket[0].dtype, bucket[0].shards
-                if count == 1:
-                    parts = [flatten(builder, own, dtype) for own in sums]
-                    vectors.append(builder.concat("bucket", parts, dtype, 0))
-                    continue
-                parts = [shards_of(builder, own, variable) for own, variable in zip(sums, bucket, strict=True)]
-                shards = builder.concat("bucket", parts, dtype, 1)
-                node = builder.add("shards", "Unpack", [shards], T=dtype_attr(dtype), num=count, axis=0).node
-                vectors += [Ref(node, number) for number in range(count)]
-            function = outline(self._step.prefix + name, Graph(builder.graph), list(inputs), vectors)
-            self._packs[name] = function, tuple(inputs.values())
-        return self._packs[name]
+    def _pack(self, stages: Sequence[int], packed: Sequence[Sequence[Variable]], name: str) -> Computation:
+        """Returns the packing of gradients of a device's stages into vectors, in the order of buckets and shards."""
+        builder = Builder(empty_graph())
+        inputs: Inputs = {}
+        vectors = []
+        for bucket in packed:
+            sums = [self.own_sum(builder, inputs, variable, stages) for variable in bucket]
+            dtype, count = bucket[0].dtype, bucket[0].shards
+            if count == 1:
+                parts = [flatten(builder, own, dtype) for own in sums]
+                vectors.append(builder.concat("bucket", parts, dtype, 0))
+                continue
+            parts = [shards_of(builder, own, variable) for own, variable in zip(sums, bucket, strict=True)]
+            shards = builder.concat("bucket", parts, dtype, 1)
+            node = builder.add("shards", "Unpack", [shards], T=dtype_attr(dtype), num=count, axis=0).node
+            vectors += [Ref(node, number) for number in range(count)]
+        function = outline(self._step.prefix + name, Graph(builder.graph), list(inputs), vectors)
+        return Computation(function, tuple(inputs.values()))
 
     def own_sum(self, builder: Builder, inputs: Inputs, variable: Variable, stages: Iterable[int]) -> Ref:
         """Merges the contributions of one device's stages to a variable; there may be none."""

@@ -9,13 +9,7 @@ from typing import ClassVar
 
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.ir.graph import (
-    Builder,
-    Graph,
-    Ref,
-    dtype_attr,
-    shape_attr,
-)
+from graph_passes.ir.graph import Builder, Graph, Ref, dtype_attr, shape_attr
 from graph_passes.ir.kernels import host_of
 from graph_passes.ir.node_kinds import NodeKind, task_attrs
 from graph_passes.ir.outline import add_call, dtype_of, outline
@@ -130,10 +124,8 @@ class Replication:
         self._normalizers()
         for stage in program.stages:
             self._read_variables(stage)
-            for micro_batch in range(len(self.layout.micro_batch_intervals)):
-                for replica in range(len(self.layout.devices[stage.index])):
-                    if self.layout.active(stage.index, micro_batch, replica):
-                        self._tasks(stage, micro_batch, replica)
+            for micro_batch, replica in self.layout.slices_with_samples(stage.index):
+                self._tasks(stage, micro_batch, replica)
         step = Step(
             self.layout,
             owners=self.options.owners,
@@ -166,24 +158,18 @@ class Replication:
     def _slices_of(self, ref: Ref, stage: int) -> dict[tuple[int, int], Ref]:
         """Cuts a batch input for the replicas of a stage: (micro-batch, replica) -> slice."""
         if (ref, stage) not in self.slices:
-            places = [
-                (micro_batch, replica)
-                for micro_batch in range(len(self.layout.micro_batch_intervals))
-                for replica in range(len(self.layout.devices[stage]))
-                if self.layout.active(stage, micro_batch, replica)
-            ]
-            sizes = [self.layout.slice(stage, *place).size for place in places]
+            slices = self.layout.slices_with_samples(stage)
             with self.builder.marked(NodeKind.SLICES.marks(stage)):
                 parts = self.builder.split(
                     f"stage{stage}/slices/{ref.node}",
                     self.feeds[ref],
                     dtype_of(self.flat, ref),
-                    sizes,
+                    [interval.size for interval in slices.values()],
                     0,
                     device=self.options.host_device,
                     on_host=True,
                 )
-            self.slices[ref, stage] = dict(zip(places, parts, strict=True))
+            self.slices[ref, stage] = dict(zip(slices, parts, strict=True))
         return self.slices[ref, stage]
 
     def _normalizers(self) -> None:
@@ -210,8 +196,8 @@ class Replication:
             self.inverses[normalizer.placeholder] = Ref(node, index)
 
     def _read_variables(self, stage: Stage) -> None:
-        variables, replicas = self.program.variables, range(len(self.layout.devices[stage.index]))
-        active = [r for r in replicas if any(self.layout.active(stage.index, m, r) for m in range(self._micro_batches))]
+        variables = self.program.variables
+        active = sorted({replica for _, replica in self.layout.slices_with_samples(stage.index)})
         self.gathers.add(stage, active)
         sources: dict[int, list[Variable]] = {}
         for name in stage.reads:

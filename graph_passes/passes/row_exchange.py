@@ -161,7 +161,7 @@ class _Exchange:
     joining: FunctionDef
 
 
-def rows_by_shard(name: str, variable: Variable, own_dtype: int, dtype: int) -> FunctionDef:
+def rows_by_shard(name: str, variable: Variable, dtype: int) -> FunctionDef:
     """Returns the function that separates rows of a parameter's gradient by the shard that they belong to.
 
         (values [rows, ...], indices [rows]) -> values of each shard's rows, and their indices in each shard
@@ -171,13 +171,11 @@ def rows_by_shard(name: str, variable: Variable, own_dtype: int, dtype: int) -> 
     Args:
         name: the function's name.
         variable: the parameter, whose shards are rows.
-        own_dtype: dtype of the indices.
-        dtype: dtype of the results' indices.
+        dtype: dtype of the indices.
     """
     builder = Builder(empty_graph())
     values = builder.argument("values", variable.dtype)
-    own_indices = builder.argument("indices", own_dtype)
-    indices = builder.cast(own_indices, own_dtype, dtype)
+    indices = builder.argument("indices", dtype)
     kind, count = dtype_attr(dtype), variable.shards
     rows = builder.const(variable.storage_shape[0], dtype)
     number = builder.add("number", "FloorDiv", [indices, rows], T=kind)
@@ -192,7 +190,7 @@ def rows_by_shard(name: str, variable: Variable, own_dtype: int, dtype: int) -> 
         for tensor, own in ((values, variable.dtype), (local, dtype))
         for part in _partition(builder, tensor, own, shard, count + 1)[:count]
     ]
-    return outline(name, Graph(builder.graph), [values, own_indices], parts)
+    return outline(name, Graph(builder.graph), [values, indices], parts)
 
 
 def _asking(name: str, tables: Sequence[Variable], dtypes: Sequence[int]) -> FunctionDef:
@@ -343,11 +341,7 @@ def _packed(builder: Builder, numbers: Sequence[Ref]) -> Ref:
 
 def _split(builder: Builder, vector: Ref, dtype: int, sizes: Ref | None, count: int) -> list[Ref]:
     """Splits a vector into parts of these sizes; None for a single part."""
-    if sizes is None:
-        return [vector]
-    kinds = {"T": dtype_attr(dtype), "Tlen": dtype_attr(_INT32), "num_split": count}
-    node = builder.add("parts", "SplitV", [vector, sizes, builder.const(0, _INT32)], **kinds).node
-    return [Ref(node, number) for number in range(count)]
+    return [vector] if sizes is None else builder.parts("parts", vector, dtype, sizes, count)
 
 
 def _partition(builder: Builder, tensor: Ref, dtype: int, shard: Ref, count: int) -> list[Ref]:

@@ -220,13 +220,10 @@ class _Scaling:
         weighted = self._is_weighted(node)
         value = inputs[0] if weighted else contribution
         spread = self.of(value)
-        if spread.degree == (0 if weighted else 1) and spread.axis is None:
-            if not spread.linear and value.node not in self._coupled:
-                self.couplings.append((value.node, coupling))
-            return contribution
-        share = self._share(value)
+        stays = spread.degree == (0 if weighted else 1) and spread.axis is None
+        share = None if stays else self._share(value)
         if share is None:
-            if value.node not in self._coupled:
+            if not (stays and spread.linear) and value.node not in self._coupled:
                 self.couplings.append((value.node, coupling))
             return contribution
         return self._times_weight(share, 1, dtype_of(self.view, value), f"{value.node}/contribution", {})

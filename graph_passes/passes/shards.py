@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING
 
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.ir.graph import (
-    BYTES_ATTR,
-    REDUCTION_ATTR,
-    Builder,
-    Graph,
-    Ref,
-    dtype_attr,
-)
+from graph_passes.ir.graph import BYTES_ATTR, REDUCTION_ATTR, Builder, Graph, Ref, dtype_attr
 from graph_passes.ir.group_update import Captured, shard_storage
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.outline import FunctionDef, add_call, outline

@@ -39,46 +39,36 @@ class ShareValues:
     def run(self, program: Program) -> Program:
         """Flat step program -> the same with fewer nodes."""
         kept = set() if program.step is None else program.step.named_nodes
-        return program.replace(graph=share_values(program.graph, self.shapes, kept, within_calls=self.within_calls))
+        return program.replace(graph=self.shared(program.graph, kept))
 
-
-def share_values(
-    graph: GraphDef, shapes: Mapping[Ref, Shape | None], kept: Collection[str] = (), *, within_calls: bool = False
-) -> GraphDef:
-    """Returns a graph in which equal small values are computed once.
-
-    Args:
-        graph: a flat graph; it isn't changed.
-        shapes: of its tensors.
-        kept: nodes that must stay.
-        within_calls: see `ShareValues`.
-    """
-    view = Graph(graph)
-    first: dict[Hashable, str] = {}
-    instead: dict[str, str] = {}  # node -> the one that computes the same
-    for name in view.topological():
-        node = view.nodes[name]
-        if _can_be_shared(node, shapes):
-            inputs = tuple((instead.get(ref.node, ref.node), ref.output) for ref in view.inputs(name))
-            waits = frozenset(instead.get(waited, waited) for waited in control_inputs(node))
-            attrs = tuple(
-                (key, node.attr[key].SerializeToString(deterministic=True))
-                for key in sorted(node.attr)
-                if not key.startswith(OWN_ATTRS) or (within_calls and key == CALL_ATTR)
-            )
-            other = first.setdefault((node.op, node.device, inputs, waits, attrs), name)
-            if other != name and name not in kept:
-                instead[name] = other
-    shared = GraphDef(versions=graph.versions, library=graph.library)
-    for node in graph.node:
-        if node.name in instead:
-            continue
-        shared.node.append(node)
-        data, waits_for = view.inputs(node.name), control_inputs(node)
-        if not instead.keys().isdisjoint([*(ref.node for ref in data), *waits_for]):
-            data = [Ref(instead.get(ref.node, ref.node), ref.output) for ref in data]
-            set_inputs(shared.node[-1], data, [instead.get(waited, waited) for waited in waits_for])
-    return shared
+    def shared(self, graph: GraphDef, kept: Collection[str] = ()) -> GraphDef:
+        """Returns a flat graph in which equal small values are computed once, but for nodes that must stay."""
+        view = Graph(graph)
+        first: dict[Hashable, str] = {}
+        instead: dict[str, str] = {}  # node -> the one that computes the same
+        for name in view.topological():
+            node = view.nodes[name]
+            if _can_be_shared(node, self.shapes):
+                inputs = tuple((instead.get(ref.node, ref.node), ref.output) for ref in view.inputs(name))
+                waits = frozenset(instead.get(waited, waited) for waited in control_inputs(node))
+                attrs = tuple(
+                    (key, node.attr[key].SerializeToString(deterministic=True))
+                    for key in sorted(node.attr)
+                    if not key.startswith(OWN_ATTRS) or (self.within_calls and key == CALL_ATTR)
+                )
+                other = first.setdefault((node.op, node.device, inputs, waits, attrs), name)
+                if other != name and name not in kept:
+                    instead[name] = other
+        shared = GraphDef(versions=graph.versions, library=graph.library)
+        for node in graph.node:
+            if node.name in instead:
+                continue
+            shared.node.append(node)
+            data, waits_for = view.inputs(node.name), control_inputs(node)
+            if not instead.keys().isdisjoint([*(ref.node for ref in data), *waits_for]):
+                data = [Ref(instead.get(ref.node, ref.node), ref.output) for ref in data]
+                set_inputs(shared.node[-1], data, [instead.get(waited, waited) for waited in waits_for])
+        return shared
 
 
 def _can_be_shared(node: NodeDef, shapes: Mapping[Ref, Shape | None]) -> bool:

@@ -85,7 +85,7 @@ class SplitOperators:
         if not self.splits:
             return program
         step = program.own_step
-        splitting = _Splitting(program.graph, self.splits, self.shapes, self.optional)
+        splitting = GraphSplitting(program.graph, self.splits, self.shapes, self.optional)
         split = splitting.result([*step.results, *step.gradients.values()])
         return program.replace(graph=split.graph, step=_redirected(step, split, splitting.wholes))
 
@@ -100,26 +100,6 @@ class SplitGraph(NamedTuple):
 
     graph: GraphDef
     joined: Mapping[Ref, Ref]
-
-
-def split_operators(
-    graph: GraphDef,
-    splits: Mapping[str, Split],
-    shapes: Mapping[Ref, Shape | None],
-    fetched: Iterable[Ref] = (),
-) -> SplitGraph:
-    """Splits operators of a graph, which isn't changed; see `SplitOperators`.
-
-    Args:
-        graph: a flat graph.
-        splits: name of an operator -> how it is split.
-        shapes: of all tensors that these operators read and make.
-        fetched: tensors that are wanted whole, even where no node reads them.
-
-    Raises:
-        PassError: there is no such operator, or it can't be split like this.
-    """
-    return _Splitting(graph, splits, shapes).result(fetched)
 
 
 def _redirected(step: Step, split: SplitGraph, splits: Mapping[str, Whole]) -> Step:
@@ -141,8 +121,18 @@ def _redirected(step: Step, split: SplitGraph, splits: Mapping[str, Whole]) -> S
     )
 
 
-class _Splitting(Splitting[Ref]):
-    """A graph while its operators are being split."""
+class GraphSplitting(Splitting[Ref]):
+    """A graph while its operators are being split; the given one isn't changed.
+
+    Args:
+        graph: a flat graph.
+        splits: as in `SplitOperators`, and so the next two.
+        shapes: see ``splits``.
+        optional: see ``splits``.
+
+    Raises:
+        PassError: there is no such operator, or it can't be split like this.
+    """
 
     def __init__(
         self,
@@ -167,8 +157,8 @@ class _Splitting(Splitting[Ref]):
         self.behind: dict[str, list[NodeDef]] = {}  # operator -> nodes that join or cut its outputs
         self.parts: dict[str, list[NodeDef]] = {}
 
-    def result(self, fetched: Iterable[Ref]) -> SplitGraph:
-        """Returns the graph whose operators have been split."""
+    def result(self, fetched: Iterable[Ref] = ()) -> SplitGraph:
+        """Returns the graph whose operators have been split; ``fetched`` tensors are wanted whole."""
         changed: dict[str, NodeDef] = {}
         for name, node in self.view.nodes.items():
             if name in self.wholes:
