@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -73,6 +74,7 @@ class Interpreter:
 
     Attributes:
         inference: tells shapes inside functions.
+        sizes: the two numbers of samples.
         spreads: those found so far.
         couplings: (node, what it does), in the order of the graph.
         places: where elements of lists with one for each sample are taken from and put to.
@@ -93,7 +95,7 @@ class Interpreter:
         inference: ShapeInference | None = None,
         depth: int = 0,
     ) -> None:
-        self.graph, self._rules, self._samples, self._shapes = graph, rules, samples, [dict(own) for own in shapes]
+        self.graph, self._rules, self.sizes, self._shapes = graph, rules, samples, [dict(own) for own in shapes]
         self._elements, self.inference = elements, inference or ShapeInference(graph.graph.library)
         self._loss_nodes, self._open_shapes, self._depth = loss_nodes, open_shapes, depth
         constants: dict[str, np.ndarray | None] = {}
@@ -140,7 +142,7 @@ class Interpreter:
             if np.isnan(numbers[0]).any() and any(spread.degree is None for spread in self.inputs(node)):
                 return [Spread(degree=None, known=known)]  # of lengths that nobody knows, perhaps the slice's own
             if not np.isnan(numbers[0]).any() or node.op in ASKING:
-                return [Spread(degree=degree_of(*numbers, self._samples[1] / self._samples[0]), known=known)]
+                return [Spread(degree=degree_of(*numbers, self.sizes[1] / self.sizes[0]), known=known)]
         rule = self._rules.get(node.op)
         if rule is not None:
             by_rule = rule(self, node)
@@ -159,10 +161,10 @@ class Interpreter:
         """Evaluates what follows from shapes; an axis with samples of unknown length has one row for each."""
         spread = self.inputs(node)[0] if node.op in ASKING else CONSTANT
         axis = None if spread.partial or spread.one_by_one else spread.axis
-        for own, samples in zip(self._values, self._samples, strict=True):
+        for own, samples in zip(self._values, self.sizes, strict=True):
             own.add(node, axis, samples * (spread.outer or 1))
         if self._supposed is not self._values:
-            for own, samples in zip(self._supposed, self._samples, strict=True):
+            for own, samples in zip(self._supposed, self.sizes, strict=True):
                 own.add(node, axis, samples * (spread.outer or 1), _SOME_LENGTH)
         if node.op == "Reshape" and (sizes := self.numbers(self.graph.inputs(node.name)[1])) is not None:
             for shapes, asked in zip(self._shapes, sizes, strict=True):
@@ -190,7 +192,7 @@ class Interpreter:
             known = [self.inference.of_function(graph, given) for given in (few, many)]
         except PassError:
             return None
-        return Body(_sorted(graph), arguments, results, known)
+        return Body(in_order(graph), arguments, results, known)
 
     def scalars_of(self, body: Body, refs: Sequence[Ref], same: Sequence[bool] = ()) -> list[dict[Ref, float]]:
         """Returns a function's arguments that follow from shapes; ``same`` marks rounds' equal ones."""
@@ -210,7 +212,7 @@ class Interpreter:
         interpreter = Interpreter(
             body.graph,
             self._rules,
-            self._samples,
+            self.sizes,
             shapes,
             scalars,
             elements=elements,
@@ -248,6 +250,10 @@ class Interpreter:
         """Returns whether a tensor is a list of tensors, say."""
         return self.dtypes(ref.node)[ref.output] in (types_pb2.DT_VARIANT, types_pb2.DT_RESOURCE)
 
+    def shapes(self, ref: Ref) -> list[Shape | None]:
+        """Returns a tensor's shapes for both numbers of samples."""
+        return [shapes.get(ref) for shapes in self._shapes]
+
     def shape(self, ref: Ref) -> Shape | None:
         """Returns a tensor's shape for the smaller number of samples."""
         return self._shapes[0].get(ref)
@@ -280,20 +286,21 @@ class Interpreter:
 
     def growing(self, ref: Ref) -> list[int]:
         """Returns the axes of a tensor whose lengths are proportional to the number of samples."""
-        few, many = (shapes.get(ref) for shapes in self._shapes)
-        return _growing(few, many, self._samples)
+        few, many = self.shapes(ref)
+        return _growing(few, many, self.sizes)
 
     def differing(self, ref: Ref) -> list[int]:
         """Returns the axes of a tensor whose lengths depend on the number of samples, in whatever way."""
-        few, many = (shapes.get(ref) for shapes in self._shapes)
-        if few is None or many is None or len(few) != len(many):
-            return []
-        return [axis for axis, (one, other) in enumerate(zip(few, many, strict=True)) if one != other]
+        return _differing(*self.shapes(ref))
+
+    def grows_once(self, ref: Ref) -> bool:
+        """Returns whether one axis of a tensor is proportional to the number of samples, and no other depends on it."""
+        return grows_once(self.shapes(ref), self.sizes)
 
     @property
     def samples(self) -> int:
         """The smaller number of samples."""
-        return self._samples[0]
+        return self.sizes[0]
 
     def rows(self, ref: Ref) -> int | None:
         """Returns the rows of each sample in a tensor with a batch axis; None where they aren't known."""
@@ -463,16 +470,28 @@ def _either(known: int | None, told: int | None) -> int | None:
 
 def _growing(few: Shape | None, many: Shape | None, samples: tuple[int, int]) -> list[int]:
     """Returns the axes whose lengths are proportional to the number of samples."""
-    if few is None or many is None or len(few) != len(many):
-        return []
-    return [
-        axis
-        for axis, (one, other) in enumerate(zip(few, many, strict=True))
-        if one and other and one * samples[1] == other * samples[0]
-    ]
+    return [axis for axis, one, other in _pairs(few, many) if one and other and one * samples[1] == other * samples[0]]
 
 
-def _sorted(graph: GraphDef) -> Graph:
+def _differing(few: Shape | None, many: Shape | None) -> list[int]:
+    """Returns the axes whose lengths differ."""
+    return [axis for axis, one, other in _pairs(few, many) if one != other]
+
+
+def _pairs(few: Shape | None, many: Shape | None) -> Iterator[tuple[int, int | None, int | None]]:
+    """Yields the lengths of each axis of two shapes; nothing if their ranks aren't known to be the same."""
+    if few is not None and many is not None and len(few) == len(many):
+        yield from zip(itertools.count(), few, many)
+
+
+def grows_once(shapes: Sequence[Shape | None], sizes: tuple[int, int]) -> bool:
+    """Returns whether one axis alone depends on the number of samples, to which it is proportional."""
+    few, many = shapes
+    axes = _differing(few, many)
+    return len(axes) == 1 and axes == _growing(few, many, sizes)
+
+
+def in_order(graph: GraphDef) -> Graph:
     """Returns a function's body, producers first."""
     view = Graph(graph)
     ordered = GraphDef(versions=graph.versions, library=graph.library)
