@@ -16,7 +16,7 @@ from dapple_tf.describe.profile import SharedParameters, Tensor
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.measuring.cost_fit import cost_through
 from dapple_tf.measuring.traced_memory import StepTrace
-from graph_passes.analysis.table_lookups import row_tables, with_lookups
+from graph_passes.analysis.stage_arguments import row_tables, with_lookups
 from graph_passes.ir.graph import Graph, Ref
 from graph_passes.ir.group_update import GroupUpdate
 from graph_passes.ir.outline import dtype_of

@@ -290,11 +290,7 @@ class ElementOrigins:
     def _by_spread(self, node: NodeDef, ref: Ref, given: Sequence[Parts]) -> Parts:
         """Returns the parts of an operator's result from its dependence on samples."""
         aside, grows = SHAPE_OPERANDS.get(node.op, ()), self._interpreter.grows_once(ref)
-        used = [
-            (each, parts)
-            for index, (each, parts) in enumerate(zip(data_inputs(node), given, strict=True))
-            if index not in aside
-        ]
+        used = [pair for index, pair in enumerate(zip(data_inputs(node), given, strict=True)) if index not in aside]
         content = {part.origin for _, parts in used for part in parts}
         exact = {part.origin for each, parts in used if self._is_exact(each) for part in parts}
         mixed = Origin.COUPLED in exact and self._is_exact(ref) and not takes_functions(node.op)
