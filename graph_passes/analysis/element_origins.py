@@ -139,10 +139,9 @@ class ElementOrigins:
                 break
             except PassError as error:
                 logger.debug("with %s samples, length %s: %s", samples, self._length, error)
-        shapes, elements = [own.shapes for own in known], [own.elements for own in known]
         scalars = [{number: float(own)} for own in samples]
         graph = in_order(self._part)
-        interpreter = Interpreter(graph, RULES, samples, shapes, scalars, elements=elements, inference=inference)
+        interpreter = Interpreter(graph, RULES, samples, known, scalars, inference=inference)
         interpreter.run({ref: self._spread(ref, origin) for ref, origin in self._given.items()})
         return interpreter
 
@@ -456,38 +455,26 @@ def inline_calls(graph: GraphDef) -> tuple[GraphDef, Mapping[Ref, Ref]]:
     """
     if not any(node.op in CALLS for node in graph.node):
         return graph, {}
-    inlining = _Inlining(graph)
-    view = Graph(graph)
-    for node in graph.node:
-        inlining.place(node, node.name, [inlining.now(ref) for ref in view.inputs(node.name)])
-    return inlining.graph, inlining.moved
+    inlined, moved = GraphDef(versions=graph.versions, library=graph.library), dict[Ref, Ref]()
 
-
-class _Inlining:
-    """A graph while calls are being inlined."""
-
-    def __init__(self, graph: GraphDef) -> None:
-        self._library = graph.library
-        self.graph = GraphDef(versions=graph.versions, library=graph.library)
-        self.moved: dict[Ref, Ref] = {}
-
-    def now(self, ref: Ref) -> Ref:
-        """Returns the tensor that replaces a tensor."""
-        return self.moved.get(ref, ref)
-
-    def place(self, node: NodeDef, name: str, inputs: Sequence[Ref]) -> None:
+    def place(node: NodeDef, name: str, inputs: Iterable[Ref]) -> None:
         """Adds a node under a name, or the body that it calls."""
+        given = [moved.get(ref, ref) for ref in inputs]
         if node.op not in CALLS:
-            _add(self.graph, node, inputs, name)
+            _add(inlined, node, given, name)
             return
-        body, results = function_graph(self._library, node.attr["f"].func.name)
+        body, results = function_graph(graph.library, node.attr["f"].func.name)
         view = Graph(body)
-        arguments = list(view.nodes)[: len(inputs)]
-        for argument, given in zip(arguments, inputs, strict=True):
-            self.moved[Ref(f"{name}/{argument}")] = given
+        arguments = list(view.nodes)[: len(given)]
+        moved.update({Ref(f"{name}/{argument}"): ref for argument, ref in zip(arguments, given, strict=True)})
         for inner in view.topological():
             if inner not in arguments:
-                read = [self.now(Ref(f"{name}/{ref.node}", ref.output)) for ref in view.inputs(inner)]
-                self.place(view.nodes[inner], f"{name}/{inner}", read)
+                read = (Ref(f"{name}/{ref.node}", ref.output) for ref in view.inputs(inner))
+                place(view.nodes[inner], f"{name}/{inner}", read)
         for output, ref in enumerate(results):
-            self.moved[Ref(name, output)] = self.now(Ref(f"{name}/{ref.node}", ref.output))
+            own = Ref(f"{name}/{ref.node}", ref.output)
+            moved[Ref(name, output)] = moved.get(own, own)
+
+    for node in graph.node:
+        place(node, node.name, data_inputs(node))
+    return inlined, moved

@@ -64,11 +64,10 @@ class Interpreter:
         graph: a flat graph, producers first.
         rules: op -> its effect on its inputs' spreads; None if it treats each sample by itself.
         samples: two numbers of samples of a slice.
-        shapes: of its tensors, for each of them.
+        known: shapes of its tensors and of lists' elements, for each of them.
         scalars: values of some placeholders, for each of them.
         loss_nodes: the nodes that serve only the loss and metrics, which may read statistics of the whole batch.
         open_shapes: ``Shape`` nodes that can only be computed where their tensor is.
-        elements: shapes of the elements of lists, for each of ``samples``.
         inference: of the graph's library.
         depth: of calls.
 
@@ -86,26 +85,26 @@ class Interpreter:
         graph: Graph,
         rules: Mapping[str, Rule],
         samples: tuple[int, int],
-        shapes: Sequence[Mapping[Ref, Shape | None]],
+        known: Sequence[KnownShapes],
         scalars: Sequence[Mapping[Ref, float]],
         loss_nodes: Container[str] = (),
         open_shapes: Container[str] = (),
         *,
-        elements: Sequence[Mapping[Ref, Shape]] = ({}, {}),
         inference: ShapeInference | None = None,
         depth: int = 0,
     ) -> None:
-        self.graph, self._rules, self.sizes, self._shapes = graph, rules, samples, [dict(own) for own in shapes]
-        self._elements, self.inference = elements, inference or ShapeInference(graph.graph.library)
+        self.graph, self._rules, self.sizes, self._known = graph, rules, samples, known
+        self._shapes = [dict(own.shapes) for own in known]
+        self.inference = inference or ShapeInference(graph.graph.library)
         self._loss_nodes, self._open_shapes, self._depth = loss_nodes, open_shapes, depth
         constants: dict[str, np.ndarray | None] = {}
 
         def values() -> list[ShapeValues]:
-            pairs = zip(shapes, scalars, strict=True)
-            return [ShapeValues(graph, known, given, constants) for known, given in pairs]
+            pairs = zip(known, scalars, strict=True)
+            return [ShapeValues(graph, own.shapes, given, constants) for own, given in pairs]
 
         self._values = self._supposed = values()
-        if any(None in (shape or ()) for shape in shapes[0].values()):
+        if any(None in (shape or ()) for shape in known[0].shapes.values()):
             self._supposed = values()
         self._dtypes: dict[str, list[int]] = {}
         self.spreads: dict[Ref, Spread] = {}
@@ -177,8 +176,8 @@ class Interpreter:
     def call_shapes(self, refs: Sequence[Ref]) -> tuple[CallShapes, CallShapes]:
         """Returns the known shapes of a call's inputs, for both numbers of samples."""
         few, many = (
-            CallShapes(tuple(shapes.get(ref) for ref in refs), tuple(elements.get(ref) for ref in refs))
-            for shapes, elements in zip(self._shapes, self._elements, strict=True)
+            CallShapes(tuple(map(shapes.get, refs)), tuple(map(own.elements.get, refs)))
+            for shapes, own in zip(self._shapes, self._known, strict=True)
         )
         return few, many
 
@@ -208,14 +207,12 @@ class Interpreter:
 
     def inside(self, body: Body, given: Sequence[Spread], scalars: Sequence[Mapping[Ref, float]]) -> Interpreter:
         """Interprets a function for arguments of these spreads."""
-        shapes, elements = [known.shapes for known in body.known], [known.elements for known in body.known]
         interpreter = Interpreter(
             body.graph,
             self._rules,
             self.sizes,
-            shapes,
+            body.known,
             scalars,
-            elements=elements,
             inference=self.inference,
             depth=self._depth + 1,
         )
@@ -428,6 +425,22 @@ class Interpreter:
             return spread
         self.wholes.append(Whole(node.name, 0, ref))
         return CONSTANT
+
+    def by_sample(self, node: NodeDef, used: Sequence[tuple[Ref, Spread]], degree: int | None = 0) -> Spread:
+        """Returns the spread of a tensor with a batch axis that is computed from others sample by sample."""
+        axis = self.batch_axis(node, 0, used)
+        if degree is None:
+            self.couple_size(node)
+        spreads = [spread for _, spread in used]
+        return Spread(
+            axis=axis,
+            outer=self.outer(node, 0, used),
+            varies=any(spread.varies for spread in spreads),
+            degree=degree or 0,
+            known=all(spread.known for spread in spreads),
+            place=any(spread.place for spread in spreads),
+            partial=any(spread.partial for spread in spreads),
+        )
 
     def generic(self, node: NodeDef) -> list[Spread]:
         """Returns the default spreads of an operation: it treats each sample by itself."""

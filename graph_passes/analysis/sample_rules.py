@@ -44,21 +44,7 @@ def _of_samples(
     interpreter: Interpreter, node: NodeDef, used: Sequence[tuple[Ref, Spread]], degree: int | None
 ) -> Spread:
     """Returns the spread of a tensor with a batch axis that is computed from others sample by sample."""
-    spreads = [spread for _, spread in used]
-    axis = interpreter.batch_axis(node, 0, used)
-    if degree is None:
-        interpreter.couple_size(node)
-        degree = 0
-    combined = Spread(
-        axis=axis,
-        outer=interpreter.outer(node, 0, used),
-        varies=any(spread.varies for spread in spreads),
-        degree=degree,
-        known=all(spread.known for spread in spreads),
-        place=any(spread.place for spread in spreads),
-        partial=any(spread.partial for spread in spreads),
-    )
-    return _placed(interpreter, node, combined)
+    return _placed(interpreter, node, interpreter.by_sample(node, used, degree))
 
 
 def _sum(interpreter: Interpreter, node: NodeDef) -> Spread:
