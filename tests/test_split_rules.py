@@ -16,7 +16,7 @@ from tensorflow.python.framework import op_def_registry
 
 from graph_passes.analysis.operator_traits import NUMERIC
 from graph_passes.analysis.split_rules import FIRST, Split, SplitRule, chosen_rule, split_rules
-from graph_passes.analysis.split_table import OPERATORS
+from graph_passes.analysis.split_signatures import OPERATORS
 from graph_passes.ir.graph import Graph, GraphDef, Ref, make_node
 from graph_passes.ir.static_shapes import infer_shapes
 from graph_passes.ir.tensorflow_bridge import constant_value, is_stateful, output_dtypes

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dapple_tf.describe.layer_profile import ZERO, Cost, LayerProfile
 from dapple_tf.describe.profile import SharedParameters
 from dapple_tf.frontend.variables import VariableTable
-from graph_passes.analysis.table_lookups import row_tables, with_lookups
+from graph_passes.analysis.stage_arguments import row_tables, with_lookups
 from graph_passes.ir.graph import Graph, Ref
 from graph_passes.ir.group_update import GroupUpdate
 from graph_passes.ir.outline import dtype_of

@@ -37,7 +37,6 @@ _OTHER_NAMES = """
 """
 ELEMENTWISE = (NUMERIC - KEEPING_ORDER) | frozenset(_OTHER_NAMES.split())
 """Likewise, of numbers and texts, without `KEEPING_ORDER`."""
-JOINING = frozenset({"ConcatV2", "Pack"})
 GATHERS = frozenset({"Gather", "GatherV2", "GatherNd", "ResourceGather", "ResourceGatherNd"})
 """Elements of their first input, at the indices that the second one has."""
 REPEATING = frozenset({"BroadcastTo", "Fill", "Tile"})

@@ -2,7 +2,7 @@
 
 Every rule is derived from the operator's signature, written in letters: one letter for each axis of its inputs and
 outputs (see `split_signatures`). An operator can be split along a letter when its part computes, from the cut inputs, a
-slice of each output that has the letter, and a partial sum of each that hasn't. `split_table` lists the operators.
+slice of each output that has the letter, and a partial sum of each that hasn't.
 
 Source: FD-DPS (Mathematics 2022, 10, 4788), section 4.1: "the specified axis of the input of computationally intensive
 operators is partitioned [...] to compute disjoint subsets of the original operator's output tensors".
@@ -19,8 +19,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from graph_passes.analysis.split_signatures import ANY, WHOLE, Signature
-from graph_passes.analysis.split_table import signatures_of
+from graph_passes.analysis.split_signatures import ANY, WHOLE, Signature, signatures_of
 from graph_passes.ir.batching import split_evenly
 from graph_passes.ir.graph import NodeDef, Ref
 from graph_passes.ir.tensorflow_bridge import Shape

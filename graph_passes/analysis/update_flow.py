@@ -1,6 +1,6 @@
-"""Gradients and elements of variables, followed through an optimizer's update and the functions that it calls.
+"""Updates of variables: which gradients are in them, what running values add, and updates of shards.
 
-An optimizer that updates each element by itself can update shards.
+Gradients and elements are followed through an optimizer's graph and the functions that it calls.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from graph_passes.ir.tensorflow_bridge import (
 _Fact = TypeVar("_Fact")
 _NONE: frozenset[str] = frozenset()
 _PASS_ON = frozenset({"Identity", "IdentityN"})
+_SUMS = frozenset({"AddV2", "Add", "Sub"})
+_EXTREMES = frozenset({"Maximum", "Minimum"})
 _ELEMENT_OPS = NUMERIC | {"Select"}
 """Ops of which each element of the result depends on the same element of the inputs, or on inputs of one element."""
 _ASSIGNMENTS = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
@@ -128,6 +130,51 @@ def _entered(
 def _inside(facts: Mapping[Ref, _Fact], given: Mapping[Ref, Ref]) -> dict[Ref, _Fact]:
     """Returns the facts of a function's arguments."""
     return {argument: facts[ref] for argument, ref in given.items() if ref in facts}
+
+
+class Part(NamedTuple):
+    """One operand beside the running value.
+
+    Attributes:
+        ref: the operand; it doesn't depend on that value.
+        op: the operation that combines both.
+    """
+
+    ref: Ref
+    op: str
+
+    @property
+    def added(self) -> bool:
+        """Whether it is added or subtracted; else the larger or the smaller one is kept."""
+        return self.op in _SUMS
+
+
+def parts_of_update(graph: Graph, update: Ref, value: Ref) -> list[Part] | None:
+    """Returns the operands that are combined with a running value, in order.
+
+        (value + a) - b   has   a, b
+
+    Args:
+        graph: a flat graph.
+        update: the new value.
+        value: the value before.
+
+    Returns:
+        The operands; None if the new value is computed in another way.
+    """
+    if update == value:
+        return []
+    operands, op = graph.inputs(update.node), str(graph.nodes[update.node].op)
+    if op == "Identity":
+        return parts_of_update(graph, operands[0], value)
+    if op not in _SUMS | _EXTREMES:
+        return None
+    one, other = operands
+    for running, own in [(one, other)] if op == "Sub" else [(one, other), (other, one)]:
+        before = parts_of_update(graph, running, value)
+        if before is not None and value.node not in graph.ancestors([own], control=False):
+            return [*before, Part(own, op)]
+    return None
 
 
 class CoupledElementsError(PassError):

@@ -16,7 +16,6 @@ from typing import ClassVar
 
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.analysis.known_shapes import with_known_shapes
 from graph_passes.analysis.operator_traits import draws_anew, draws_numbers
 from graph_passes.analysis.sample_dependence import sample_dependence, spreads_of
 from graph_passes.analysis.slice_shapes import (
@@ -26,6 +25,7 @@ from graph_passes.analysis.slice_shapes import (
     SliceShapes,
     input_shapes,
     part_before,
+    with_known_shapes,
 )
 from graph_passes.errors import PassError
 from graph_passes.ir.connections import check_rows

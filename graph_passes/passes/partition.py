@@ -9,9 +9,8 @@ import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from graph_passes.analysis.host_integers import with_host_integers
 from graph_passes.analysis.slice_shapes import SAMPLES, input_shape
-from graph_passes.analysis.table_lookups import row_tables, with_lookups
+from graph_passes.analysis.stage_arguments import row_tables, with_host_integers, with_lookups
 from graph_passes.errors import PassError
 from graph_passes.ir.collectives import key_nodes, order_sums, sums_of, without_sums
 from graph_passes.ir.graph import Graph, GraphDef, Ref, shape_attr

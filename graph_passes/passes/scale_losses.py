@@ -7,8 +7,8 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from graph_passes.analysis.chosen_rows import with_counted_rows
-from graph_passes.analysis.running_sums import Part, parts_of_update
 from graph_passes.analysis.sample_dependence import SampleDependence, sample_dependence
+from graph_passes.analysis.update_flow import Part, parts_of_update
 from graph_passes.ir.graph import (
     FLOAT_DTYPES,
     LAYER_ATTR,

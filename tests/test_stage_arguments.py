@@ -16,7 +16,7 @@ from tensorflow.core.framework import types_pb2
 from dapple_tf.frontend.layer_cuts import with_gradients
 from dapple_tf.measuring.layer_memory import layer_tables
 from dapple_tf.schedules.schedules import make_schedule
-from graph_passes.analysis.table_lookups import row_tables
+from graph_passes.analysis.stage_arguments import row_tables
 from graph_passes.ir.graph import Builder, Graph, Ref, control_inputs, data_inputs, dtype_attr
 from graph_passes.ir.group_update import Captured, GroupUpdate, Shards
 from graph_passes.ir.outline import call_node, placeholder
