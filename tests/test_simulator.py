@@ -505,7 +505,8 @@ def arrivals(step: Simulation, leg: Leg, micro_batch: int, device: int, *, backw
 
 def over(step: Simulation, leg: Leg, micro_batch: int, *, backward: bool) -> list[Span]:
     stage = leg.receiver if backward else leg.sender
-    return [s for s in step.spans if (s.leg, s.micro_batch, s.stage) == (leg.number, micro_batch, stage)]
+    sends = [s for s in step.spans if s.kind == "send" and (s.micro_batch, s.stage) == (micro_batch, stage)]
+    return [s for s in sends if step.graph.activities[s.activity].leg == leg.number]
 
 
 @pytest.mark.parametrize("seed", range(30))

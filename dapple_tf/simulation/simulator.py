@@ -241,7 +241,7 @@ class _Step:
         if stuck:
             raise ValueError(f"the schedule deadlocks: {', '.join(map(str, stuck[:4]))} wait for ever")
         end = max(map(_END, self.spans), default=0.0)
-        return Simulation(end + self.costs.profile.step_seconds, tuple(self.spans), self.costs)
+        return Simulation(end + self.costs.profile.step_seconds, tuple(self.spans), self.graph)
 
     # ---- the state as data
 
@@ -301,7 +301,7 @@ class _Step:
 
     def begin(self, number: int, index: int | None) -> None:
         """Begins a ready activity, or puts it in the queue of its device."""
-        kind, stage, replica, device, busy, latency, ports, target, size, leg, reduction = self.activities[number]
+        kind, stage, replica, device, busy, latency, ports, target, size, _, reduction = self.activities[number]
         if kind == JOIN:
             self.over(number, index)
         elif ports:
@@ -314,7 +314,7 @@ class _Step:
             end, span = start + busy + latency, len(self.spans)
             micro_batch = self.micro_batch[number]
             self.spans.append(
-                Span(kind, start, end, device, stage, micro_batch, replica, target, size, cause, reduction, leg)
+                Span(kind, start, end, device, stage, micro_batch, replica, target, size, cause, reduction, number)
             )
             if busy or kind != SEND:
                 for port in ports:
@@ -356,7 +356,8 @@ class _Step:
             cause = came
         seconds, micro_batch = activity.seconds, self.micro_batch[number]
         end = now + seconds
-        span = Span(activity.kind, now, end, device, activity.stage, micro_batch, activity.replica, None, 0.0, cause)
+        place = (device, activity.stage, micro_batch, activity.replica, None)
+        span = Span(activity.kind, now, end, *place, 0.0, cause, None, number)
         early = self.graph.early.get(number, ())
         if self.cores.shared[self.server[device]]:
             self.begin_shared(span, number, early)
