@@ -13,7 +13,7 @@ from typing import Any
 from dapple_tf.common.units import counted
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.devices import Device
-from dapple_tf.describe.hardware import clean
+from dapple_tf.describe.machine_report import clean
 from dapple_tf.errors import ClusterError
 from dapple_tf.network.control import ControlError
 from dapple_tf.network.inquiry import client_name, devices, for_each, hello, lease_secret

@@ -27,8 +27,7 @@ from dapple_tf.clusters.process_exit import ProcessExit
 from dapple_tf.clusters.server_definition import ServerSettings, serialized
 from dapple_tf.clusters.tensorflow_library import LibraryError, Server, load
 from dapple_tf.describe.cluster import ClusterError, check_addresses
-from dapple_tf.describe.hardware import cpu_kind
-from dapple_tf.describe.machine_report import MachineReport
+from dapple_tf.describe.machine_report import MachineReport, cpu_kind
 from dapple_tf.errors import PortTakenError
 from dapple_tf.network.control import PROTOCOL, Channel, ControlError, split_address
 from dapple_tf.network.keys import Keys

@@ -24,8 +24,8 @@ import tensorflow as tf
 
 from dapple_tf.common.progress import Progress
 from dapple_tf.describe.cluster import Cluster
-from dapple_tf.describe.hardware import cpu_kind
 from dapple_tf.describe.layer_profile import ZERO, LayerProfile, ProfileError
+from dapple_tf.describe.machine_report import cpu_kind
 from dapple_tf.describe.profile import METHODS, Profile
 from dapple_tf.errors import names_checked
 from dapple_tf.frontend.capture import Mode, build, capture, check_model

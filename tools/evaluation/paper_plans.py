@@ -18,7 +18,7 @@ from typing import Any
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.describe.plan_text import recompute_text
+from dapple_tf.describe.plan_report import recompute_text
 from dapple_tf.describe.profile import Profile
 from dapple_tf.planning import planner
 from dapple_tf.planning.plan_request import NAMES
