@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import keras
 import numpy as np
@@ -14,12 +15,14 @@ import tensorflow as tf
 from dapple_tf.checkpoints.checkpoint import Checkpoint, Restoration
 from dapple_tf.common.keras_private import inner_optimizer
 from dapple_tf.execution.engine import Engine
-from dapple_tf.execution.recovery import Recovery
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.initialization import initial_of, materialize
 from dapple_tf.frontend.variables import read_tensor
 from graph_passes.ir.program import VariableKind
+
+if TYPE_CHECKING:
+    from dapple_tf.execution.elastic import Log
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +38,7 @@ class LiveValues:
     A model made under ``deferred_init`` has no values before the first ``sync``: only the devices have.
     """
 
-    def __init__(self, engine: Engine, recovery: Recovery) -> None:
+    def __init__(self, engine: Engine, recovery: Log) -> None:
         """Starts with nothing on the devices.
 
         Args:
