@@ -191,7 +191,7 @@ class PipelinedModel(KerasMethods):
         if warm_up < 0:
             raise ValueError(f"warm_up is {warm_up}; give 0 or more steps")
         self._follow()
-        if not train and self._engine.state.deferred:
+        if not train and self._engine.values.deferred:
             raise DappleError(
                 f"profile_step() would fetch all values of model {self.model.name!r} into this process, to bring them "
                 f"back afterwards: call sync() first if they fit, or give train=True to train on this batch"

@@ -17,7 +17,7 @@ from dapple_tf.describe.plan_values import integer
 from dapple_tf.describe.profile import Profile
 from dapple_tf.errors import names_checked
 from dapple_tf.execution.builds import PREPARED_STEPS
-from dapple_tf.execution.planned_steps import with_compiler
+from dapple_tf.execution.step_builder import with_compiler
 from dapple_tf.front.argument_checks import check_combination, check_passes, check_profile
 from dapple_tf.frontend.capture import build_from, check_model
 from dapple_tf.measuring.example_batch import EXAMPLES

@@ -23,7 +23,7 @@ from dapple_tf.clusters import connection, membership, remote_session, shared_co
 from dapple_tf.clusters.connection import Connection
 from dapple_tf.clusters.lease import Lease
 from dapple_tf.clusters.membership import Membership
-from dapple_tf.clusters.session_graph import SessionGraph
+from dapple_tf.clusters.session import SessionGraph
 from dapple_tf.describe.cluster import ClusterError
 from dapple_tf.errors import UnusableWorkersError
 from dapple_tf.execution import elastic

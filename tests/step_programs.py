@@ -12,7 +12,7 @@ from programs import HOST, attention, mlp, owners, sgd_updates, stateful_layers,
 
 import dapple_tf as dapple
 from dapple_tf.execution.builds import Build
-from dapple_tf.execution.planned_steps import planned_step
+from dapple_tf.execution.step_builder import planned_step
 from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.capture import Mode, build, capture
 from dapple_tf.frontend.variables import VariableTable

@@ -14,7 +14,7 @@ from profiled import mlp
 from profiles_for_tests import profile_of
 
 import dapple_tf as dapple
-from dapple_tf.execution.planned_steps import with_compiler
+from dapple_tf.execution.step_builder import with_compiler
 from dapple_tf.measuring import measured_steps
 
 PROFILE = profile_of((1, 2), (3, 6), (0.5, 1))

@@ -114,7 +114,7 @@ def test_training_goes_on_while_a_snapshot_is_written(
     # At most one at a time, and a session that is closed waits for the one that is being written.
     pipelined.save_checkpoint(tmp_path, wait=False)
     pipelined.save_checkpoint(tmp_path, wait=False)
-    pipelined._engine.state._snapshots.wait()
+    pipelined._engine.values._snapshots.wait()
     pipelined.wait_for_checkpoint()
     assert len(checkpoints(tmp_path)) == 3
 
@@ -203,9 +203,9 @@ def test_a_save_that_fails_is_logged_and_raised_when_someone_waits(
     """Also if servers have written to a directory of the same name, which isn't the client's."""
     good = pipelined.save_checkpoint(tmp_path)
     pipelined.train_on_batch(X, Y)
-    snapshots, elsewhere = pipelined._engine.state._snapshots, tmp_path / "elsewhere"
+    snapshots, elsewhere = pipelined._engine.values._snapshots, tmp_path / "elsewhere"
     elsewhere.mkdir()
-    write = snapshots._run
+    write = snapshots._session.run
     for place, told in (
         (pathlib.Path("/proc/no/such"), "the servers can't write to"),
         (
@@ -215,8 +215,8 @@ def test_a_save_that_fails_is_logged_and_raised_when_someone_waits(
         ),
     ):
         monkeypatch.setattr(
-            snapshots,
-            "_run",
+            snapshots._session,
+            "run",
             lambda fetches, feed=None, to=place: write(fetches, feed and dict.fromkeys(feed, f"{to}/x")),
         )
         with caplog.at_level(logging.WARNING):

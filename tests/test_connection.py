@@ -27,24 +27,24 @@ from fake_session import FakeWorkers
 from workers import PATIENCE, children, client, expect, has_ended, serving, status, wait_until
 
 import dapple_tf as dapple
-from dapple_tf.clusters import client_server as client_server_module
 from dapple_tf.clusters import connection as connection_module
-from dapple_tf.clusters import open_ports, process_exit, remote_session, shared_connections
+from dapple_tf.clusters import remote_session, shared_connections
+from dapple_tf.clusters import serving as serving_module
 from dapple_tf.clusters.connection import Connection
 from dapple_tf.clusters.lease import Lease
 from dapple_tf.clusters.membership import Membership, check_back
-from dapple_tf.clusters.process_exit import ProcessExit, memory_kills
 from dapple_tf.clusters.remote_session import Call, RemoteSession
+from dapple_tf.clusters.serving import ProcessExit, memory_kills
 from dapple_tf.clusters.session import collective_keys
 from dapple_tf.clusters.shared_connections import acquire, connected, open_session, release
 from dapple_tf.describe.cluster import Cluster, Device
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.plan_report import StageReport
 from dapple_tf.errors import ClusterError, UnusableWorkersError, WorkerLostError
-from dapple_tf.execution.elastic import Elastic
+from dapple_tf.execution.elastic import Elastic, Log
+from dapple_tf.network import knocking
 from dapple_tf.network.control import Channel, ControlError, SilentError
-from dapple_tf.network.inquiry import client_name, reachable
-from dapple_tf.network.versions import own_versions
+from dapple_tf.network.inquiry import client_name, own_versions, reachable
 from dapple_tf.tools.hosts import LocalWorkers, free_ports
 
 NOTICE = 2.0
@@ -308,7 +308,7 @@ def test_a_free_port_that_somebody_takes_before_the_server_starts(
 
     Also to two of its workers, each of which asks for itself. Where nothing helps, the other worker is given back.
     """
-    borrow, free_port = Connection._borrow, client_server_module.free_port
+    borrow, free_port = Connection._borrow, connection_module.free_port
 
     def lend_on(port_of: Callable[[int], int | None]) -> None:
         def borrow_on(connection: Connection, task: int) -> Any:
@@ -322,7 +322,7 @@ def test_a_free_port_that_somebody_takes_before_the_server_starts(
         port = taken.getsockname()[1]
         of_client, of_workers = [port], [free_ports(1)[0]] * 2
         monkeypatch.setattr(
-            client_server_module, "free_port", lambda host: of_client.pop() if of_client else free_port(host)
+            connection_module, "free_port", lambda host: of_client.pop() if of_client else free_port(host)
         )
         connection_module._ports.pop(cluster.addresses[1], None)  # The client has a server for these ports.
         assert works(cluster) and not of_client
@@ -585,7 +585,7 @@ def test_the_kernel_s_count(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPa
     assert memory_kills() >= 0
     counts = tmp_path / "vmstat"
     counts.write_text("pgfault 7\noom_kill 3\n")
-    monkeypatch.setattr(process_exit, "_COUNTS", counts)
+    monkeypatch.setattr(serving_module, "_COUNTS", counts)
     assert memory_kills() == 3
 
 
@@ -604,7 +604,7 @@ def test_a_process_without_memory_is_started_again_once(out_of_memory: bool, att
         close=lambda: None,
         reopen=lambda: next(reopened),
     )
-    own: Any = types.SimpleNamespace(engine=engine, policy=dapple.FaultPolicy("restart"), _failures=0)
+    own: Any = types.SimpleNamespace(engine=engine, log=Log(dapple.FaultPolicy("restart")), _failures=0)
     error = WorkerLostError("worker 1", 1, "", out_of_memory)
     with pytest.raises(WorkerLostError) as raised:
         while True:
@@ -623,10 +623,10 @@ def check_ports(*answers: Mapping[str, Any], client: list[str] | None = None) ->
     """Checks a cluster whose workers give these answers, and of whose servers this process reaches all but some."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         closed = dict.fromkeys(client or [], "Connection refused")
-        monkeypatch.setattr(open_ports, "unreachable", lambda servers, seconds: closed)
+        monkeypatch.setattr(knocking, "unreachable", lambda servers, seconds: closed)
         servers = {server: server for server in SERVERS[: len(answers)]}
         told = dict(enumerate(answers))
-        open_ports.check_ports(ADDRESSES[: len(answers)], lambda ask: told, servers, [CLIENT] * len(answers), 0.5)
+        knocking.check_ports(ADDRESSES[: len(answers)], lambda ask: told, servers, [CLIENT] * len(answers), 0.5)
 
 
 def closed_to(*servers: str) -> dict[str, Any]:

@@ -275,7 +275,7 @@ def of_words(rng: np.random.Generator, samples: int) -> tuple[Any, Any, Any]:
 def held(pipelined: dapple.PipelinedModel) -> dict[VariableKind, int]:
     """Elements of variables of each kind that a device has between steps."""
     kept: dict[VariableKind, int] = {}
-    for holding in pipelined._engine.builder.holdings():
+    for holding in pipelined._engine.builder.holdings:
         for variable in holding.variables if pipelined.cluster.device_names[0] in holding.devices else ():
             kept[variable.kind] = kept.get(variable.kind, 0) + int(np.prod(variable.storage_shape))
     return kept

@@ -54,10 +54,8 @@ def runs(monkeypatch: pytest.MonkeyPatch, pair: Pair) -> list[Any]:
     for name in ("_SHORT_SECONDS", "_LONG_SECONDS"):
         monkeypatch.setattr(runtime, name, np.inf)
     engine, asked = pair.pipelined._engine, list[Any]()
-    own = engine.state._stored._run
-    monkeypatch.setattr(
-        engine.state._stored, "_run", lambda fetches, *rest: asked.append(fetches) or own(fetches, *rest)
-    )
+    own = engine.session.run
+    monkeypatch.setattr(engine.session, "run", lambda fetches, *rest: asked.append(fetches) or own(fetches, *rest))
     return asked
 
 

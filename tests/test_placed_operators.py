@@ -108,11 +108,11 @@ def test_variables_and_all_reduces_are_in_like_places_of_the_replicas(
     assert {span.device for span in reduced} == {0, 1, 2, 3}
     names = pipelined.cluster.device_names
     places = [(names[0], names[2]), (names[1], names[3])]
-    held = [holding.devices for holding in pipelined._engine.builder.holdings()]
+    held = [holding.devices for holding in pipelined._engine.builder.holdings]
     assert set(held) == set(places), "variables are in one place, or not in like ones"
     (built,) = (built for built in pipelined._engine.builder.builds.values() if built.updates)
-    for graph in built.graphs.values():
-        groups = all_reduces(graph)
+    for step in built.steps.values():
+        groups = all_reduces(step.graph)
         assert {devices for _, devices in groups} == set(map(frozenset, places))
         assert len({key for key, _ in groups}) == 2, "groups of different devices have one key"
 

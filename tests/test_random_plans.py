@@ -302,7 +302,7 @@ def trained_orders(drawn: MixedPlan, cluster: dapple.Cluster) -> list[Schedule]:
         logs = [train_on_batch(pipelined, batch) for batch in batches(drawn.model)[: len(drawn.sizes)]]
     pipelined.sync()
     builds = pipelined._engine.builder.builds.values()
-    orders = [step.schedule for built in builds for _, step in built.steps.values()]
+    orders = [made.step.schedule for built in builds for made in built.steps.values()]
     pipelined.close(sync=False)
     expected = plain(drawn)
     difference, where = largest_difference(own, expected.model, expected.before, "float64")

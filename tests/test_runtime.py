@@ -44,8 +44,8 @@ def chain(depth: int, width: int = 8, features: int = 8) -> keras.Model:
 def built(pipelined: dapple.PipelinedModel) -> tuple[Any, str, Any]:
     """What its training step is built of: (the build, prefix of names, the step)."""
     (build,) = [b for (mode, *_), b in pipelined._engine.builder.builds.items() if mode is Mode.TRAIN]
-    ((prefix, step),) = build.steps.values()
-    return build, prefix, step
+    (made,) = build.steps.values()
+    return build, made.name, made.step
 
 
 def peaks(stats: Any) -> dict[str, int]:
@@ -82,7 +82,7 @@ def test_no_stage_function_is_made_twice() -> None:
     x, y = np.zeros((30, 8)), np.zeros((30, 1))
     pipelined.fit(x, y, epochs=2, verbose=0)
     (built,) = [b for (mode, *_), b in pipelined._engine.builder.builds.items() if mode is Mode.TRAIN]
-    libraries = [graph.library.function for graph in built.graphs.values()]
+    libraries = [step.graph.library.function for step in built.steps.values()]
     assert all(len({f.signature.name for f in library}) == len(library) for library in libraries)
     bodies: dict[str, set[bytes]] = collections.defaultdict(set)
     for function in itertools.chain.from_iterable(libraries):
@@ -108,7 +108,7 @@ def test_stages_of_equal_layers_are_one_function_for_tensorflow() -> None:
     # The first stage casts its input, and gives it no gradient; the last one has the loss.
     assert sum(name.endswith("_forward") for name in names) == 3
     assert sum(name.endswith("_backward") for name in names) == 3
-    own = [f.signature.name for graph in built(pipelined)[0].graphs.values() for f in graph.library.function]
+    own = [f.signature.name for step in built(pipelined)[0].steps.values() for f in step.graph.library.function]
     assert sum(name.endswith("_forward") for name in own) == 4  # as dumps show it
 
 

@@ -34,8 +34,8 @@ def run(
     for _ in range(2):
         traced = pipelined._runtime.run(mode, batch, trace=True).traced
     assert traced is not None
-    steps = [pair for built in pipelined._engine.builder.builds.values() for pair in built.steps.values()]
-    step = next(step for prefix, step in steps if prefix == traced.prefix)
+    steps = [step for built in pipelined._engine.builder.builds.values() for step in built.steps.values()]
+    step = next(own.step for own in steps if own.name == traced.prefix)
     return pipelined._engine.measured(traced), traced, step
 
 

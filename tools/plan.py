@@ -98,7 +98,7 @@ def find() -> tuple[dapple.Plan, dapple.Profile, dapple.Cluster]:
 def checked(plan: dapple.Plan, cluster: dapple.Cluster) -> str:
     """Returns what the plan's training step does on the cluster's GPUs."""
     from dapple_tf.execution.gpu_check import gpu_text
-    from dapple_tf.execution.planned_steps import planned_step
+    from dapple_tf.execution.step_builder import planned_step
     from dapple_tf.frontend.batch import spec_of
 
     model = _MODEL.build()

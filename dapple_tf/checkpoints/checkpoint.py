@@ -35,6 +35,10 @@ class KeptValues(Protocol):
     """The values of variables on the devices, by the variables' names."""
 
     @property
+    def table(self) -> VariableTable:
+        """The table of the model's variables."""
+
+    @property
     def names(self) -> frozenset[str]:
         """The variables that devices keep."""
 
@@ -45,20 +49,8 @@ class KeptValues(Protocol):
     def snapshot(self, keys: Mapping[str, str]) -> Snapshot:
         """Takes a snapshot of variables; ``keys`` has their names in files."""
 
-    def restore(self, path: pathlib.Path, located: Mapping[str, tuple[str, str]]) -> None:
+    def fill(self, path: pathlib.Path, located: Mapping[str, tuple[str, str]]) -> None:
         """Has the servers read variables from a directory: variable -> (tensor bundle, name in it)."""
-
-
-class Devices(Protocol):
-    """The devices that train a model, as checkpoints need them."""
-
-    @property
-    def table(self) -> VariableTable:
-        """The table of the model's variables."""
-
-    @property
-    def state(self) -> KeptValues:
-        """The variables' values on the devices."""
 
 
 class Progress(NamedTuple):
@@ -279,19 +271,19 @@ class Restoration:
         path: path of the checkpoint.
     """
 
-    def __init__(self, checkpoint: Checkpoint, model: keras.Model, devices: Devices, *, again: bool = False) -> None:
+    def __init__(self, checkpoint: Checkpoint, model: keras.Model, kept: KeptValues, *, again: bool = False) -> None:
         """Assigns what this process saved, such as the learning rate, which may be changed from now on.
 
         Args:
             checkpoint: the checkpoint.
             model: the model.
-            devices: the devices that keep its variables.
+            kept: the values that devices keep.
             again: whether devices have lost their values while this process still has its own, perhaps newer ones.
 
         Raises:
             CheckpointError: the checkpoint doesn't fit the model, or is damaged.
         """
-        self._checkpoint, self._devices = checkpoint, devices
+        self._checkpoint, self._kept = checkpoint, kept
         self.path = checkpoint.path
         matches = checkpoint.match(variables_of(model))
         if not again:
@@ -318,7 +310,7 @@ class Restoration:
         Raises:
             CheckpointError: a file is damaged, or a server can't read it.
         """
-        table, on_devices = self._devices.table, self._devices.state.names
+        table, on_devices = self._kept.table, self._kept.names
         located, others = {}, []
         for match in self._all:
             name = table.name_of(match.variable) if table.knows(match.variable) else None
@@ -326,7 +318,7 @@ class Restoration:
                 located[name] = (match.entry.shard, match.entry.key)
             elif match.entry.shard != CLIENT:
                 others.append(match)
-        self._devices.state.restore(self._checkpoint.path, located)
+        self._kept.fill(self._checkpoint.path, located)
         self._checkpoint.assign(others)
 
 

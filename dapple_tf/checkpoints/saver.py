@@ -14,7 +14,7 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from dapple_tf.checkpoints.checkpoint import Devices, Path, Progress, dtype_of, metrics_of, variables_of
+from dapple_tf.checkpoints.checkpoint import KeptValues, Path, Progress, dtype_of, metrics_of, variables_of
 from dapple_tf.checkpoints.checkpoint_files import Writing, remove_old
 from dapple_tf.checkpoints.checkpoint_manifest import CLIENT, DATA, CheckpointError, Entry, Manifest
 from dapple_tf.checkpoints.directory_lock import DirectoryLock
@@ -91,7 +91,7 @@ class Saver:
         self,
         directory: Path,
         model: keras.Model,
-        devices: Devices | None,
+        kept: KeptValues | None,
         *,
         step: int,
         progress: Progress,
@@ -103,7 +103,7 @@ class Saver:
         Args:
             directory: directory of checkpoints.
             model: the model, from which values are saved that devices don't keep.
-            devices: the devices that keep its variables; None if the model has all values.
+            kept: the values that devices keep; None if the model has all.
             step: number of training steps done.
             progress: how far training has come.
             plan: the plan's JSON text.
@@ -128,7 +128,7 @@ class Saver:
             raise
         variables = {**variables_of(model), **metrics_of(model)}
         try:
-            snapshot = None if devices is None else _snapshot(devices, variables)
+            snapshot = None if kept is None else _snapshot(kept, variables)
         except BaseException:
             writing.discard()
             raise
@@ -183,17 +183,15 @@ class _Taken(NamedTuple):
     shards: Mapping[str, tuple[str, ...]]
 
 
-def _snapshot(devices: Devices, variables: Mapping[str, keras.Variable]) -> _Taken:
+def _snapshot(kept: KeptValues, variables: Mapping[str, keras.Variable]) -> _Taken:
     """Takes a snapshot of all that devices keep except the learning rate, whose valid value is the model's."""
-    table, on_devices = devices.table, devices.state.names
+    table, on_devices = kept.table, kept.names
     keys = {
         table.name_of(variable): key
         for key, variable in variables.items()
-        if variable is not devices.state.learning_rate
-        and table.knows(variable)
-        and table.name_of(variable) in on_devices
+        if variable is not kept.learning_rate and table.knows(variable) and table.name_of(variable) in on_devices
     }
-    snapshot = devices.state.snapshot(keys)
+    snapshot = kept.snapshot(keys)
     return _Taken(snapshot, {shard: tuple(keys[name] for name in own) for shard, own in snapshot.shards.items()})
 
 

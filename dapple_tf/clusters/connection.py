@@ -4,7 +4,8 @@
          └────────────── leases: pings and answers ──────┴───────────────────────────────────────────────┘
 
 This process has its own TensorFlow server, whose master runs the steps: batches go from here straight to
-the devices that need them, and no worker is more important than another.
+the devices that need them, and no worker is more important than another. TensorFlow can't stop a server, so each is
+made once, and used again as long as the workers' servers have the same addresses.
 """
 
 from __future__ import annotations
@@ -12,25 +13,28 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 
-from dapple_tf.clusters.client_server import client_server
 from dapple_tf.clusters.clocks import ClockSample
 from dapple_tf.clusters.lease import Lease
-from dapple_tf.clusters.open_ports import check_ports
 from dapple_tf.clusters.remote_session import Call, RemoteSession, wait_for_former_calls
 from dapple_tf.clusters.serving import LONGEST_SILENCE
+from dapple_tf.clusters.tensorflow_server import ServerSettings, free_port, start_server
 from dapple_tf.describe.cluster import Cluster, ClusterError
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.errors import PortTakenError, UnusableWorkersError, WorkerLostError, reason
 from dapple_tf.network.control import ControlError, SilentError, join_address, split_address
 from dapple_tf.network.inquiry import accepted, client_name, devices, for_each, garbled, hello, lease_secret
-from dapple_tf.network.relay import LEAST_SILENCE
+from dapple_tf.network.keys import Keys
+from dapple_tf.network.knocking import check_ports
+from dapple_tf.network.listening import check_private, resolve
+from dapple_tf.network.tunnels import LEAST_SILENCE, LOOPBACK, Tunnels
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +206,10 @@ class Connection:
         return client.target
 
     def _check_ports(self) -> None:
-        check_ports(self.addresses, self._ask_all, self._servers, self._clients, self.notice_seconds)
+        def knock(seconds: float) -> Mapping[int, Mapping[str, Any]]:
+            return self._ask_all(lambda lease: lease.knock(seconds, self.notice_seconds))
+
+        check_ports(self.addresses, knock, self._servers, self._clients, self.notice_seconds)
 
     def _greet(self) -> None:
         """Runs something on every worker.
@@ -418,3 +425,98 @@ def _counted(kinds: Mapping[str, int]) -> str:
     """Returns "1 CPU and 2 GPU devices", say."""
     text = " and ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     return f"{text} device{'s' * (sum(kinds.values()) > 1)}"
+
+
+# ---- this process's servers
+
+
+class ClientServer(NamedTuple):
+    """This process's TensorFlow server for a cluster.
+
+    Attributes:
+        port: port at which workers reach it.
+        target: its target for sessions.
+        tunnels: the tunnels by which it is reached and reaches workers; None without TLS.
+    """
+
+    port: int
+    target: str
+    tunnels: Tunnels | None
+
+
+_servers: dict[tuple[tuple[str, ...], ...], ClientServer] = {}
+
+
+def client_server(
+    workers: tuple[str, ...],
+    hosts: tuple[str, ...],
+    keys: Keys | None,
+    fingerprints: tuple[str, ...],
+    silence: float,
+) -> ClientServer:
+    """Returns this process's server for a cluster; made once, as TensorFlow can't stop a server.
+
+    Args:
+        workers: address of each worker's server.
+        hosts: this process's addresses, as workers see them.
+        keys: this machine's, for TLS.
+        fingerprints: those of the workers' certificates.
+        silence: seconds for which a tunnel's link may be down.
+    """
+    key = workers, hosts, fingerprints, () if keys is None else (keys.fingerprint, str(silence))
+    server = _servers.get(key)
+    if server is None or (server.tunnels is not None and not server.tunnels.alive):
+        server = _servers[key] = _start(workers, hosts, keys, fingerprints, silence)
+    elif server.tunnels is not None:
+        server.tunnels.drop()
+    return server
+
+
+def _start(
+    workers: tuple[str, ...],
+    hosts: tuple[str, ...],
+    keys: Keys | None,
+    fingerprints: tuple[str, ...],
+    silence: float,
+) -> ClientServer:
+    own = [resolve(host)[0] for host in hosts]
+    taken = {split_address(worker)[1] for worker in workers}  # Workers on this machine listen there in a moment.
+    while (port := free_port(hosts[0])) in taken:
+        pass
+    cluster = {"client": [join_address(hosts[0], port)], "worker": list(workers)}
+    settings = ServerSettings()
+    if keys is None:
+        for host in hosts:
+            try:
+                check_private(host, allow_public=bool(os.environ.get("DAPPLE_TF_ALLOW_PUBLIC")), all_interfaces=False)
+            except ClusterError as error:
+                raise ClusterError(
+                    f"this process reaches the workers from {host}, where it would have to listen; use a private "
+                    f"network or TLS, or set DAPPLE_TF_ALLOW_PUBLIC=1 if a firewall keeps others out ({error})"
+                ) from error
+        return ClientServer(port, start_server(cluster, "client", 0, settings, port, own).target, None)
+    all_fingerprints = {"client": [""], "worker": fingerprints}
+    tunnels = Tunnels(keys, hosts, port, cluster, all_fingerprints, ("client", 0), silence=silence)
+    try:
+        start_server(tunnels.cluster, "client", 0, settings, tunnels.server_port, resolve(LOOPBACK))
+    except BaseException:
+        tunnels.close()
+        raise
+    return ClientServer(port, f"grpc://{join_address(LOOPBACK, tunnels.server_port)}", tunnels)
+
+
+def any_started() -> bool:
+    """Whether this process has a TensorFlow server."""
+    return bool(_servers)
+
+
+def forget() -> None:
+    """Leaves all servers and tunnels to the process that this one was forked from."""
+    _servers.clear()
+
+
+def close_tunnels() -> None:
+    """Ends what carries the servers' connections, at the end of the process."""
+    for server in _servers.values():
+        if server.tunnels is not None:
+            server.tunnels.close()

@@ -24,7 +24,7 @@ from dapple_tf.dumps.output_folder import filled
 from dapple_tf.errors import DataError
 from dapple_tf.execution.builds import Build, StepKind, StepSource
 from dapple_tf.execution.gpu_check import gpu_text
-from dapple_tf.execution.planned_steps import complete_step, full_step, training_source, with_compiler
+from dapple_tf.execution.step_builder import complete_step, full_step, training_source, with_compiler
 from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture, check_model
@@ -364,11 +364,11 @@ class _Writer:
         self, place: pathlib.Path, placer: StepPlacer, built: Build, kind: StepKind, complete: Program, graphs: _Graphs
     ) -> tuple[list[Entry], Program]:
         """Places a step's operators as in its run, or as they would be placed."""
-        known = built.placements.get(kind)
-        if known is None and kind in built.placed:
-            known = built.placed[kind].placements
+        known = built.steps.get(kind) or built.placed.get(kind)
         self.bar.step(f"{place.name}: placing operators")
-        placed = placer.place(complete, built.input_shapes(kind), {}, [graphs], known)
+        placed = placer.place(
+            complete, built.input_shapes(kind), {}, [graphs], None if known is None else known.placements
+        )
         text = place / "operators.txt"
         text.write_text(placements_report(placed.placements, placer.devices), encoding="utf-8")
         return [self.entry(text, "where each operator runs, and in which order")], placed.program

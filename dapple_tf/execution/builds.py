@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from dapple_tf.operators.step_placer import PlacedStep
 from dapple_tf.tracing.step_nodes import StepNode
 from dapple_tf.tracing.step_trace import TracedStep
 from dapple_tf.variables.device_values import Holding
+from dapple_tf.variables.parameter_groups import Arrangement
 from graph_passes.analysis.sample_dependence import spreads_of
 from graph_passes.ir.graph import GraphDef, Ref
 from graph_passes.ir.group_update import GroupUpdate
@@ -68,19 +69,93 @@ class StepKind(NamedTuple):
     in_parts: bool = False
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepRequest:
+    """A step's feeds and fetches, by names in the session's graph.
+
+    Attributes:
+        feeds: placeholders of the batch's arrays, or of the number under which workers keep it, then two for each of
+            `Step.metric_feeds`.
+        fetches: tensors for "metrics", "outputs", "gradients" and "loss", and the node "train", if they exist.
+        sums: whether tasks add up over replicas.
+    """
+
+    feeds: tuple[str, ...]
+    fetches: Mapping[str, Any]
+    sums: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BuiltStep:
+    """A step for a session.
+
+    Attributes:
+        name: its name in the session's graph, before those of its nodes.
+        step: its tensors.
+        graph: its graph.
+        nodes: purposes of the graph's nodes.
+        placements: stage -> placement of its operators, if they are placed one by one.
+    """
+
+    name: str
+    step: Step
+    graph: GraphDef
+    nodes: Mapping[str, StepNode]
+    placements: Mapping[int, OpPlacement]
+    _requests: dict[bool, StepRequest] = dataclasses.field(default_factory=dict)
+
+    def request(self, program: Program, want_gradients: bool) -> StepRequest:
+        """Returns its feeds and fetches, made once; with gradients it leaves the variables unchanged.
+
+        Args:
+            program: the program with its stage functions.
+            want_gradients: whether gradients are fetched.
+        """
+        if want_gradients not in self._requests:
+            self._requests[want_gradients] = self._requested(program, want_gradients)
+        return self._requests[want_gradients]
+
+    def _requested(self, program: Program, want_gradients: bool) -> StepRequest:
+        def name(ref: Ref) -> str:
+            return f"{self.name}/{ref.node}:{ref.output}"
+
+        step = self.step
+        feeds = [step.feeds[ref] for ref in program.roles.inputs] if step.taken is None else [step.taken.number]
+        feeds += [ref for placeholders in step.metric_feeds.values() for ref in placeholders]
+        fetches: dict[str, Any] = {
+            "metrics": {key: [name(ref) for ref in refs] for key, refs in step.metric_results.items()},
+            "outputs": [[name(ref) for ref in refs] for refs in step.outputs],
+            "gradients": {key: name(ref) for key, ref in step.gradients.items()} if want_gradients else {},
+        }
+        if step.loss is not None:
+            fetches["loss"] = name(step.loss)
+        if step.train is not None and not want_gradients:
+            fetches["train"] = f"{self.name}/{step.train}"
+        return StepRequest(tuple(map(name, feeds)), fetches, program.roles.peers is not None)
+
+
+class Flush(NamedTuple):
+    """A graph for a session that makes left-over updates without a step.
+
+    Attributes:
+        name: its name in the session's graph.
+        graph: the graph.
+        node: the node to run, by its name in the session's graph.
+    """
+
+    name: str
+    graph: GraphDef
+    node: str
+
+
 @dataclasses.dataclass
 class Build:
     """The stage functions of one mode and batch structure, and the steps made of them so far.
 
     Attributes:
         carried: the parameter groups whose updates steps leave to the next one, by their stages.
-        flush: node that makes these updates without a step; None as long as there is none.
-        graphs: name of a step, or of the graph of ``flush`` -> what is added to the session under this name.
-        absent: the graphs that the session doesn't have, because they were added to an earlier one.
-        nodes: name of a step -> purposes of its graph's nodes.
-        placed: steps whose operators have been placed, and that aren't in the session yet.
-        placements: step -> stage -> placement of its operators.
-        requests: (name of a step, whether gradients are wanted) -> its feeds and fetches.
+        flush: makes these updates without a step; None as long as no step has left any.
+        placed: steps whose operators have been placed, and that aren't built yet.
         output_spreads: output -> its relation to the whole batch's; empty as long as nobody has asked.
     """
 
@@ -89,15 +164,10 @@ class Build:
     program: Program
     updates: tuple[GroupUpdate, ...]
     prefix: str
-    steps: dict[StepKind, tuple[str, Step]] = dataclasses.field(default_factory=dict)
+    steps: dict[StepKind, BuiltStep] = dataclasses.field(default_factory=dict)
     carried: tuple[tuple[int, ...], ...] = ()
-    flush: str | None = None
-    graphs: dict[str, GraphDef] = dataclasses.field(default_factory=dict)
-    absent: set[str] = dataclasses.field(default_factory=set)
-    nodes: dict[str, Mapping[str, StepNode]] = dataclasses.field(default_factory=dict)
+    flush: Flush | None = None
     placed: dict[StepKind, PlacedStep] = dataclasses.field(default_factory=dict)
-    placements: dict[StepKind, Mapping[int, OpPlacement]] = dataclasses.field(default_factory=dict)
-    requests: dict[tuple[str, bool], StepRequest] = dataclasses.field(default_factory=dict)
     output_spreads: dict[Ref, Spread] = dataclasses.field(default_factory=dict)
 
     def joined(self, number: int, parts: Sequence[np.ndarray], layout: Layout) -> np.ndarray:
@@ -144,67 +214,10 @@ class Build:
         pieces = [np.split(part, outer or 1, spread.axis) for part in parts]
         return np.concatenate([piece for several in zip(*pieces, strict=True) for piece in several], spread.axis)
 
-    @property
-    def flush_graph(self) -> str:
-        """Name of the graph of ``flush`` in the session."""
-        return f"{self.prefix}flush"
-
-    def leave(self, names: Collection[str]) -> None:
-        """Notes an empty session graph, and forgets all steps but the named ones."""
-        evicted = {kind: name for kind, (name, _) in self.steps.items() if name not in names}
-        for kind, name in evicted.items():
-            del self.steps[kind], self.graphs[name], self.nodes[name]
-            self.placements.pop(kind, None)
-        self.requests = {key: request for key, request in self.requests.items() if key[0] in names}
-        self.absent = set(self.graphs)
-
     def input_shapes(self, kind: StepKind) -> list[tuple[int | None, ...]]:
         """Returns the shapes of the batch inputs of a step."""
         rows = None if self.spec.uncut else kind.samples
         return [(rows, *shape[1:]) for shape in shapes_on_devices(self.program, self.spec)]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class StepRequest:
-    """A step's feeds and fetches, by names in the session's graph.
-
-    Attributes:
-        feeds: placeholders of the batch's arrays, or of the number under which workers keep it, then two for each of
-            `Step.metric_feeds`.
-        fetches: tensors for "metrics", "outputs", "gradients" and "loss", and the node "train", if they exist.
-        sums: whether tasks add up over replicas.
-    """
-
-    feeds: tuple[str, ...]
-    fetches: Mapping[str, Any]
-    sums: bool = False
-
-    @classmethod
-    def of(cls, built: Build, prefix: str, step: Step, want_gradients: bool) -> StepRequest:
-        """Returns the request for a step, made once; with gradients it leaves the variables unchanged."""
-        key = (prefix, want_gradients)
-        if key not in built.requests:
-            built.requests[key] = cls._made(built, prefix, step, want_gradients)
-        return built.requests[key]
-
-    @classmethod
-    def _made(cls, built: Build, prefix: str, step: Step, want_gradients: bool) -> StepRequest:
-        def name(ref: Ref) -> str:
-            return f"{prefix}/{ref.node}:{ref.output}"
-
-        inputs = built.program.roles.inputs
-        feeds = [step.feeds[ref] for ref in inputs] if step.taken is None else [step.taken.number]
-        feeds += [ref for placeholders in step.metric_feeds.values() for ref in placeholders]
-        fetches: dict[str, Any] = {
-            "metrics": {key: [name(ref) for ref in refs] for key, refs in step.metric_results.items()},
-            "outputs": [[name(ref) for ref in refs] for refs in step.outputs],
-            "gradients": {key: name(ref) for key, ref in step.gradients.items()} if want_gradients else {},
-        }
-        if step.loss is not None:
-            fetches["loss"] = name(step.loss)
-        if step.train is not None and not want_gradients:
-            fetches["train"] = f"{prefix}/{step.train}"
-        return cls(tuple(map(name, feeds)), fetches, built.program.roles.peers is not None)
 
 
 class StepSource(NamedTuple):
@@ -214,12 +227,12 @@ class StepSource(NamedTuple):
         built: the stage functions.
         training: whether layers behave as in training.
         kind: the largest step made from them; None if there is none yet.
-        owners: variable -> the stages that keep it.
+        arrangement: the stages that keep each variable.
         holdings: what devices keep.
     """
 
     built: Build
     training: bool
     kind: StepKind | None
-    owners: Mapping[str, tuple[int, ...]]
+    arrangement: Arrangement
     holdings: Sequence[Holding]

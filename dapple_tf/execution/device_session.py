@@ -12,8 +12,7 @@ import tensorflow as tf
 
 from dapple_tf.clusters.clocks import Offset, estimate
 from dapple_tf.clusters.remote_session import RemoteSession
-from dapple_tf.clusters.session import PreparedRun
-from dapple_tf.clusters.session_graph import SessionGraph
+from dapple_tf.clusters.session import PreparedRun, SessionGraph
 from dapple_tf.clusters.shared_connections import connected, open_session
 from dapple_tf.common.garbage import return_freed_memory
 from dapple_tf.describe.cluster import Cluster
@@ -37,6 +36,7 @@ class DeviceSession:
         cluster: the devices.
         faults: how long to wait for workers.
         generation: number of sessions opened before: what workers keep besides the graph goes with each.
+        added: names of the graphs that were added to its own.
         reading: held while batches are read on workers, beside a step: no session is closed or opened meanwhile.
     """
 
@@ -54,7 +54,7 @@ class DeviceSession:
         self._open()
 
     def _open(self) -> None:
-        self._session_graph = SessionGraph()
+        self._session_graph, self.added = SessionGraph(), set[str]()
         self._session = open_session(self.cluster, self.graph, self._connection)
         self._prepared: dict[StepRequest, PreparedRun] = {}
         self._traced: set[str] = set()
@@ -134,6 +134,7 @@ class DeviceSession:
         if self.cluster.has_gpus:
             check_kernels(graph)
         self._session_graph.add(graph, name)
+        self.added.add(name)
 
     def run(
         self,

@@ -24,7 +24,6 @@ from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.profile import Profile
 from dapple_tf.errors import DappleError, DataError, UnusableWorkersError, WorkerLostError, reason
 from dapple_tf.execution.engine import Engine
-from dapple_tf.execution.values import LiveValues
 from dapple_tf.frontend.batch import CANCELLED, Batch, BatchSpec
 from dapple_tf.frontend.optimizer_checks import needs_all_gradients
 from dapple_tf.frontend.variables import read_value
@@ -109,6 +108,7 @@ class Log:
     """The record from which the devices' values can be restored.
 
     Attributes:
+        policy: what to do when workers are lost; under ``raise`` no batches are noted.
         base: values to begin with; None before devices had any.
         batches: the batches since then, in order. Training on them again gives the same values: besides steps, only
             values from the model change the devices' values, and these are a new base or noted with the next batch.
@@ -116,13 +116,12 @@ class Log:
         former: the base before a checkpoint that became one, and the batches between the two, until the next base.
     """
 
-    def __init__(self, *, kept: bool) -> None:
-        """Starts empty; without ``kept`` no batches are noted, as nobody trains on them again."""
+    def __init__(self, policy: FaultPolicy) -> None:
+        self.policy = policy
         self.base: Base | None = None
         self.batches: list[Trained] = []
         self.last: dict[str, tf.Tensor] = {}
         self.former: tuple[Base, list[Trained]] | None = None
-        self._kept = kept
 
     def agreed(self, values: Mapping[str, tf.Tensor]) -> None:
         """Notes that devices and model have the same values now."""
@@ -143,12 +142,12 @@ class Log:
 
     def assigned(self, values: Mapping[str, tf.Tensor]) -> None:
         """Notes that devices get values of some variables from the model."""
-        if self._kept:
+        if self.policy.action != "raise":
             self.last |= values
 
     def trained(self, step: int, batch: Batch, rate: keras.Variable | None) -> None:
         """Notes that devices have trained on a batch."""
-        if self._kept:
+        if self.policy.action != "raise":
             value = None if rate is None else float(read_value(rate))
             self.batches.append(Trained(step, batch.copied(), value, self.last))
             self.last = {}
@@ -200,9 +199,7 @@ class Elastic:
         one that is damaged  any        those of the base before, then training again on the batches since
 
     Attributes:
-        policy: what to do when workers are lost.
         engine: owns the session, for the present cluster and plan.
-        values: where the newest values are.
         log: the last safe values, and the batches since then.
         members: the workers that training goes on without.
         steps: number of training steps done.
@@ -214,7 +211,7 @@ class Elastic:
 
     def __init__(
         self,
-        make: Callable[[Deployment], Engine],
+        make: Callable[[Deployment, Log], Engine],
         again: Callable[[Batch], object],
         deployment: Deployment,
         policy: FaultPolicy,
@@ -224,15 +221,14 @@ class Elastic:
         """Opens a session.
 
         Args:
-            make: makes the engine of a deployment.
+            make: makes the engine of a deployment, which notes in the log what devices get.
             again: trains on a batch again.
             deployment: the cluster and the plan to begin with.
             policy: what to do when workers are lost.
             profile: the profile for another plan when workers are lost or come back; None shrinks the plan.
             saver: writes checkpoints.
         """
-        self.policy = policy
-        self.log = Log(kept=policy.action != "raise")
+        self.log = Log(policy)
         self.members = Membership(policy.notice_seconds)
         self.steps = 0
         self.faults: list[FaultRecord] = []
@@ -251,13 +247,12 @@ class Elastic:
         return Deployment(self.engine.cluster, self.engine.plan)
 
     def _start(self, deployment: Deployment) -> None:
-        self.engine = self._make(deployment)
-        self.values = LiveValues(self.engine, self.log)
+        self.engine = self._make(deployment, self.log)
         self._spec: BatchSpec | None = None  # of the last training batch
 
     def start(self) -> None:
         """Makes a fresh engine, for the model as it is compiled now; its workers are waited for as by `transform`."""
-        wait_for_workers(self.engine.cluster, self.policy)
+        wait_for_workers(self.engine.cluster, self.log.policy)
         self._start(self.deployment)
 
     def mend(self) -> None:
@@ -281,7 +276,7 @@ class Elastic:
     def kept(self) -> str:
         """Values that remain if the devices' are lost, for messages."""
         ago = f"{counted(self.steps - self._synced, 'step')} ago"
-        if self.engine.state.deferred:
+        if self.engine.values.deferred:
             return f"the devices begin again with the model's initial values, of {ago}"
         return f"the model keeps the values of its last sync(), {ago}"
 
@@ -291,7 +286,7 @@ class Elastic:
         """Notes a training step."""
         self.steps += 1
         self._spec = batch.spec
-        self.log.trained(self.steps, batch, self.engine.state.learning_rate)
+        self.log.trained(self.steps, batch, self.engine.values.learning_rate)
         self._note_checkpoint()
 
     def restored(self, step: int) -> None:
@@ -305,7 +300,7 @@ class Elastic:
     @property
     def full(self) -> bool:
         """Whether it is time for new safe values."""
-        return len(self.log.batches) >= self.policy.replay_steps
+        return len(self.log.batches) >= self.log.policy.replay_steps
 
     # ---- faults
 
@@ -327,14 +322,14 @@ class Elastic:
                 failed = error.__cause__ if isinstance(error, DataError) else error
                 if not isinstance(failed, CANCELLED):
                     raise
-                patient = self.policy.action != "raise" and bool(self.engine.cluster.addresses)
+                patient = self.log.policy.action != "raise" and bool(self.engine.cluster.addresses)
                 if self._cancelled or not patient or cause():
                     raise
                 self._cancelled = True
                 self._recover(WorkerLostError(f"a run was cancelled, though all workers answer: {reason(failed)}"))
             else:
                 self._failures, self._cancelled = 0, False
-                if not self.engine.state.ahead:
+                if not self.engine.values.ahead:
                     self._synced = self.steps
                 return result
 
@@ -346,34 +341,29 @@ class Elastic:
         """
         started = time.time()
         first, addresses = error, self.engine.cluster.addresses
-        while True:
-            try:
+        try:
+            while True:
                 away = self._reopen(error)
                 waited = time.time() - started
-            except WorkerLostError as final:
-                self._give_up()
+                try:
+                    if away:
+                        self._shrink(away)
+                    else:
+                        self._replay()
+                    break
+                except WorkerLostError as again:
+                    error = again
+                except (ClusterError, *CANCELLED) as again:  # Others went away meanwhile, or connections broke.
+                    error = WorkerLostError(reason(again))
+        except BaseException as final:  # too late, a damaged checkpoint, Ctrl-C
+            self._give_up()
+            if isinstance(final, WorkerLostError):
                 raise self._explained(final) from error
-            except BaseException:  # Ctrl-C
-                self._give_up()
-                raise
-            try:
-                if away:
-                    self._shrink(away)
-                else:
-                    self._replay()
-            except WorkerLostError as again:
-                error = again
-            except (ClusterError, *CANCELLED) as again:  # Other workers went away meanwhile, or connections broke.
-                error = WorkerLostError(reason(again))
-            except BaseException:  # a damaged checkpoint, Ctrl-C
-                self._give_up()
-                raise
-            else:
-                without = tuple(own for own in addresses if own not in self.engine.cluster.addresses)
-                seconds, replayed = time.time() - started, len(self.log.batches)
-                self.faults.append(FaultRecord(first.anew(), self.steps, started, waited, replayed, seconds, without))
-                logger.warning("went on after step %d, %.1f s after a fault was noticed", self.steps, seconds)
-                return
+            raise
+        without = tuple(own for own in addresses if own not in self.engine.cluster.addresses)
+        seconds, replayed = time.time() - started, len(self.log.batches)
+        self.faults.append(FaultRecord(first.anew(), self.steps, started, waited, replayed, seconds, without))
+        logger.warning("went on after step %d, %.1f s after a fault was noticed", self.steps, seconds)
 
     def _reopen(self, error: WorkerLostError) -> tuple[int, ...]:
         """Waits until the workers are back, and opens a fresh session on them.
@@ -384,7 +374,7 @@ class Elastic:
         Raises:
             WorkerLostError: they aren't back in time, or are lost again and again.
         """
-        policy, engine = self.policy, self.engine
+        policy, engine = self.log.policy, self.engine
         self._failures += 1
         attempts = 1 if error.out_of_memory else policy.attempts  # The same step needs as much memory again.
         if policy.action == "raise" or self._failures > attempts:
@@ -423,7 +413,7 @@ class Elastic:
                 time.sleep(PAUSE_SECONDS)
 
     def _give_up(self) -> None:
-        self.values.drop()
+        self.engine.values.drop()
         self.broken = True
 
     def _explained(self, error: WorkerLostError) -> WorkerLostError:
@@ -461,10 +451,10 @@ class Elastic:
     def restart(self, deployment: Deployment) -> None:
         """Continues on another deployment's devices, which get the values after the last step."""
         with self.looking:
-            former, values, spec = self.deployment, self.values, self._spec
+            former, values, spec = self.deployment, self.engine.values, self._spec
             self.engine.close()
             self._start(deployment)
-            self.values.follow(values)
+            self.engine.values.follow(values)
             self._spec = spec
             if set(former.cluster.addresses) > set(deployment.cluster.addresses):
                 self.members.left(former)
@@ -495,7 +485,7 @@ class Elastic:
         """
         if not self.members.former or self.engine.session.lost is not None:
             return
-        deferred = self.engine.state.deferred
+        deferred = self.engine.values.deferred
         if deferred and len(self.log.batches) > _FEW_REPLAYED:
             return
         address = batch.address
@@ -507,7 +497,7 @@ class Elastic:
             return
         began = time.time()
         if not deferred:
-            self.surviving(lambda: self.values.sync())
+            self.surviving(lambda: self.engine.values.sync())
             if self.engine.cluster is not former.cluster or not self.log.settled:
                 return  # A fault came first; or the values of a checkpoint are where only the devices have them.
         replayed = len(self.log.batches)
@@ -538,28 +528,27 @@ class Elastic:
         self._note_checkpoint()
         log, base = self.log, self.log.base
         if not log.batches and not isinstance(base, Path):
-            self.values.load()  # The model has them.
+            self.engine.values.load()  # The model has them.
             return
         if self._spec is None:  # Nothing was trained on since they were restored.
             assert isinstance(base, Path)
-            self.values.restore_again(base)
+            self.engine.values.restore_again(base)
             return
-        with _learning_rate(self.engine.state.learning_rate) as set_rate:
+        with _learning_rate(self.engine.values.learning_rate) as set_rate:
             try:
-                self.values.recover(self._spec)
+                self.engine.recover(self._spec)
             except CheckpointError as error:
                 if not log.fall_back():
                     raise
                 self._saver.newest = None
                 former = "the values in memory" if isinstance(log.base, Mapping) else log.base
                 logger.warning("%s; going back to %s, %d steps before", error, former, len(log.batches))
-                self.values.recover(self._spec)
+                self.engine.recover(self._spec)
             for entry in log.batches:
                 set_rate(entry.rate)
-                self.engine.state.push(entry.assigned)
+                self.engine.values.push(entry.assigned)
                 self._again(entry.batch)
-            self.engine.state.push(log.last)
-            self.values.replayed()
+            self.engine.values.push(log.last)
         logger.info("trained again on %d batches, up to step %d", len(log.batches), self.steps)
 
 

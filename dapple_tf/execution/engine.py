@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -14,14 +13,13 @@ import tensorflow as tf
 
 from dapple_tf.clusters.clocks import Offset, WorkerClock
 from dapple_tf.describe.cluster import Cluster
-from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.plan import Plan
 from dapple_tf.errors import DappleError, DataError, reason
-from dapple_tf.execution.builds import PREPARED_STEPS, Build, StepKind, StepRequest, StepResult
+from dapple_tf.execution.builds import PREPARED_STEPS, Build, BuiltStep, StepKind, StepResult
 from dapple_tf.execution.device_session import DeviceSession
-from dapple_tf.execution.device_state import DeviceState
 from dapple_tf.execution.preparation import Preparation
 from dapple_tf.execution.step_builder import StepBuilder
+from dapple_tf.execution.values import LiveValues
 from dapple_tf.execution.worker_data import WorkerData
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode
@@ -33,10 +31,12 @@ from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.tracing.step_nodes import replaced_bytes
 from dapple_tf.tracing.step_trace import MeasuredStep, TracedStep, measured, traced_devices
-from dapple_tf.variables.device_values import Holding
 from graph_passes.ir.graph import GraphDef
 from graph_passes.ir.program import Step
 from graph_passes.pass_manager import Pipeline
+
+if TYPE_CHECKING:
+    from dapple_tf.execution.elastic import Log
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +52,8 @@ class Engine:
         timing: seconds of each pass so far; reports what is prepared.
         session: the session, and its graph.
         builder: builds steps.
-        state: the devices' values.
+        values: the values on the devices, in the model, and in files.
         data: the batches that workers read themselves.
-        running: whether a step is running.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class Engine:
         model: keras.Model,
         cluster: Cluster,
         plan: Plan,
-        faults: FaultPolicy,
+        log: Log,
         operator_costs: OperatorCosts | None = None,
         pipeline: Pipeline | None = None,
         prepared_steps: int = PREPARED_STEPS,
@@ -73,7 +72,7 @@ class Engine:
             model: a compiled model.
             cluster: the devices.
             plan: a plan for them.
-            faults: how long to wait for workers.
+            log: what devices get is noted there; its policy says how long to wait for workers.
             operator_costs: costs of single operators, for a plan that places them; None estimates them.
             pipeline: the passes; None for those of this package.
             prepared_steps: number of steps that stay prepared; see `make_room`.
@@ -101,26 +100,15 @@ class Engine:
         self.model, self.cluster, self.plan = model, cluster, plan
         self.table = VariableTable(model)
         self.timing = Preparation()
-        self.builder = StepBuilder(
-            model, cluster, plan, self.table, self.timing, operator_costs, self._add, self._moving, pipeline
-        )
-        self.running = False
+        self.builder = StepBuilder(model, cluster, plan, self.table, self.timing, operator_costs, pipeline)
         self._most_steps = prepared_steps
-        self.session = DeviceSession(cluster, faults)
+        self.session = DeviceSession(cluster, log.policy)
         self.data = WorkerData(cluster, self.session, self.builder.layout(plan.global_batch_size))
-        self.state = DeviceState(
-            model,
-            self.table,
-            self.timing,
-            self.builder.holdings,
-            self.session.run,
-            self.session.add,
-            self.session.run_update,
-        )
+        self.values = LiveValues(model, self.table, self.timing, lambda: self.builder.holdings, self.session, log)
 
     def close(self) -> None:
         """Frees the devices' memory, and workers for others; a snapshot that is being written is finished first."""
-        self.state.close()
+        self.values.close()
         self.session.close()
 
     def reopen(self) -> None:
@@ -130,43 +118,18 @@ class Engine:
             ClusterError: a worker is missing; the call may be repeated.
         """
         self.session.reopen()
-        self.state.left_over = None
 
-    def _add(self, graph: GraphDef, name: str) -> None:
-        with self.timing.part("import"):
-            self.session.add(graph, name)
+    def _add(self, name: str, graph: GraphDef) -> None:
+        if name not in self.session.added:
+            with self.timing.part("import"):
+                self.session.add(graph, name)
 
-    @contextlib.contextmanager
-    def _moving(self, before: list[Holding]) -> Iterator[bool]:
-        """Prepares for other devices to keep the variables after the context; yields whether builds are now invalid.
-
-        Values move from device to device if the model has no place for them. Otherwise they go into the model, and a
-        fresh session begins.
-        """
-        stays = self.state.ahead and self.state.deferred
-        if stays:
-            self.state.flush()
-            yield True
-            self.state.rearrange(before)
-        elif self.state.has_values:
-            if self.state.ahead:
-                self.state.save()
-            self.state.close()
-            self.session.renew()
-            self.state.reset()
-            yield True
-        else:
-            yield False
-
-    def make_room(self, *, values: bool) -> None:
+    def make_room(self) -> None:
         """Continues in a fresh session, with only those steps that ran most often: half of what may stay prepared.
 
         TensorFlow's graphs and sessions only grow, and each new step takes the longer the more there are. The devices
         have all values twice until the old session is closed. If their memory is too small for that, the old one stays,
         and may get twice as many steps.
-
-        Args:
-            values: whether the devices have values, which the fresh session's variables get, too.
 
         Raises:
             WorkerLostError: a worker was lost; the old session is still there.
@@ -175,28 +138,54 @@ class Engine:
         self.timing.tell("moving to a fresh session")
         names = self.session.most_run(self._most_steps // 2)
         fresh = self.session.another()
-        try:
-            state = self.state.moved(fresh.run, fresh.add, fresh.run_update, values=values)
-        except tf.errors.ResourceExhaustedError as error:
-            fresh.close()
-            self._most_steps *= 2
-            logger.warning(
-                "%d steps are prepared, but the devices' memory doesn't suffice to leave some out (%s): up to %d steps "
-                "stay prepared",
-                *(count, reason(error), self._most_steps),
-            )
-            return
-        except BaseException:
-            fresh.close()
-            raise
         with self.session.reading:  # until the thread that reads ahead has read its batch
-            old, self.session, self.state = self.session, fresh, state
+            try:
+                self.values.move_to(fresh)
+            except tf.errors.ResourceExhaustedError as error:
+                fresh.close()
+                self._most_steps *= 2
+                logger.warning(
+                    "%d steps are prepared, but the devices' memory doesn't suffice to leave some out (%s): up to %d "
+                    "steps stay prepared",
+                    *(count, reason(error), self._most_steps),
+                )
+                return
+            except BaseException:
+                fresh.close()
+                raise
+            old, self.session = self.session, fresh
             self.data.follow(fresh)
             self.builder.leave(names)
             old.close()
         logger.info("%d steps were prepared, as many as may be; %d stay in a fresh session", count, len(names))
 
     # ---- running
+
+    def prepare(self, mode: Mode, spec: BatchSpec, training: bool | None = None) -> Build:
+        """Returns a step's stage functions, once the devices have the newest values of all that they keep."""
+        self.values.resolve()
+        built = self._prepare(mode, spec, training)
+        self.values.supply()
+        return built
+
+    def recover(self, spec: BatchSpec) -> None:
+        """Brings devices that have lost their values to the base of recovery, to train from there."""
+        self._prepare(Mode.TRAIN, spec)
+        self.values.recover()
+
+    def _prepare(self, mode: Mode, spec: BatchSpec, training: bool | None = None) -> Build:
+        """Returns a step's stage functions, made once; other devices keep the variables if it asks for that."""
+        builder, key = self.builder, _key(mode, spec, training)
+        if key not in builder.builds:
+            built, arrangement = builder.build(mode, spec, key[2])
+            if arrangement != builder.arrangement:
+                if self.values.prepared:
+                    builder.builds = {}
+                    after = arrangement.holdings(self.table, builder.passes.devices)
+                    self.values.rearrange(builder.holdings, after, self.session.renew)
+                builder.settle(arrangement)
+            builder.builds[key] = built
+        return builder.builds[key]
 
     def run(
         self,
@@ -220,48 +209,46 @@ class Engine:
             want_gradients: whether to return reduced gradients and leave the variables unchanged.
             trace: whether to collect step stats.
         """
-        built = self.builder.prepare(mode, spec, training=training)
+        built = self._prepare(mode, spec, training)
         if mode is Mode.TRAIN and not want_gradients:
-            self.state.push_learning_rate()
-        carries = self.builder.carries(built, want_gradients)
-        if self.state.left_over != (built.flush if carries else None):
-            self.state.flush()
+            self.values.push_learning_rate()
+        carried = built.flush if self.builder.carries(built, want_gradients) else None
+        if self.values.left_over != (None if carried is None else carried.node):
+            self.values.flush()
         address, samples = address_of(arrays), spec.parts(arrays[0].shape[0])
         if address is None:
             arrays = on_host(built.program, arrays)
         else:
             self._check_on_workers(built)
         kind = self._kind(built, samples, want_gradients=want_gradients, trace=trace, **read_by(address))
-        name, step = self.builder.step(built, kind)
+        made = self.builder.step(built, kind)
+        name, step = made.name, made.step
+        flush = built.flush if kind.carries else None
+        self._add(name, made.graph)
+        if flush is not None:
+            self._add(flush.name, flush.graph)
         if not self.session.has_run(name):
             self.timing.tell("TensorFlow prepares the step")
 
-        request = StepRequest.of(built, name, step, want_gradients)
+        request = made.request(built.program, want_gradients)
         running = {} if metrics is None else metrics
         fed = arrays if address is None else [self._prepared(address, step)]
         values = [*fed, *(value for metric in step.metric_feeds for value in running[metric])]
         metadata = tf.compat.v1.RunMetadata() if trace else None
         before = self.session.clocks() if trace else {}
-        self.state.updating = "train" in request.fetches
-        self.state.ahead |= self.state.updating
-        if carries:
-            self.state.left_over = built.flush  # also if Ctrl-C comes instead of the result
         called = time.time_ns()
-        self.running = True
         try:
-            result = self.session.run_step(name, request, values, metadata)
+            with self.values.step(trains="train" in request.fetches, left_over=flush and flush.node):
+                result = self.session.run_step(name, request, values, metadata)
         except BaseException:
             if address is not None:
                 self.data.forget(address)
             raise
-        finally:
-            self.running = False
-        self.state.updating = False
         if address is not None and step.taken is not None:
             self.data.taken(address, step.taken.arrays)
         traced = None
         if metadata is not None:
-            traced = self._traced(built, name, step, metadata.step_stats, (called, time.time_ns()), before)
+            traced = self._traced(built, made, metadata.step_stats, (called, time.time_ns()), before)
         return StepResult(
             loss=float(result["loss"]) if "loss" in result else None,
             metrics={key: merged(parts, running[key][1]) for key, parts in result["metrics"].items()},
@@ -297,7 +284,7 @@ class Engine:
 
     def _kind(self, built: Build, samples: int, **options: bool) -> StepKind:
         """Returns the kind of the next step, after left-over updates of another kind were flushed."""
-        return self.builder.kind(built, samples, head=self.state.left_over is not None, **options)
+        return self.builder.kind(built, samples, head=self.values.left_over is not None, **options)
 
     def prepared(
         self, mode: Mode, spec: BatchSpec, samples: int, *, training: bool | None = None, **options: bool
@@ -311,9 +298,9 @@ class Engine:
             training: as for `run`.
             options: ``want_gradients`` and ``trace``, as for `run`, and the options of `read_by`.
         """
-        built = self.builder.builds.get((mode, spec.key, mode is Mode.TRAIN if training is None else training))
+        built = self.builder.builds.get(_key(mode, spec, training))
         step = None if built is None else built.steps.get(self._kind(built, samples, **options))
-        return None if step is None else step[0]
+        return None if step is None else step.name
 
     @property
     def full(self) -> bool:
@@ -323,14 +310,13 @@ class Engine:
     # ---- traces
 
     def _traced(
-        self, built: Build, name: str, step: Step, stats: Any, called: tuple[int, int], before: Mapping[int, Offset]
+        self, built: Build, made: BuiltStep, stats: Any, called: tuple[int, int], before: Mapping[int, Offset]
     ) -> TracedStep:
         """Returns a traced step, from which its times and memory follow.
 
         Args:
             built: its stage functions.
-            name: name of the step.
-            step: the step.
+            made: the step.
             stats: TensorFlow's step stats.
             called: when it was called, and when it was over, in ns by this process's clock.
             before: the workers' clocks before it.
@@ -339,9 +325,9 @@ class Engine:
         clocks = {worker: WorkerClock(offset, after[worker]) for worker, offset in before.items()}
         names = enumerate(self.cluster.device_names)
         stored = {index: self.builder.stored_bytes(built.program, device) for index, device in names}
-        replaced = replaced_bytes(built.program, step) if built.mode is Mode.TRAIN else {}
-        first = self.session.first_trace(name)
-        return TracedStep(stats, built.nodes[name], name, called, clocks, stored, replaced, step.layout.batch, first)
+        replaced = replaced_bytes(built.program, made.step) if built.mode is Mode.TRAIN else {}
+        first = self.session.first_trace(made.name)
+        return TracedStep(stats, made.nodes, made.name, called, clocks, stored, replaced, made.step.layout.batch, first)
 
     def measured(self, traced: TracedStep) -> MeasuredStep:
         """Returns a traced step's timeline, and where each device's time went."""
@@ -355,3 +341,8 @@ class Engine:
     def output_structure(self, spec: BatchSpec) -> Any:
         """Returns the structure of a prediction's outputs for batches of this structure."""
         return self.table.outputs[spec.key]
+
+
+def _key(mode: Mode, spec: BatchSpec, training: bool | None) -> tuple[Mode, str, bool]:
+    """Returns the key of stage functions; layers behave as in training if ``training``, or as usual if it is None."""
+    return mode, spec.key, mode is Mode.TRAIN if training is None else training

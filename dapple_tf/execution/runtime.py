@@ -25,7 +25,7 @@ from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile
 from dapple_tf.errors import DappleError, StepError, reason
 from dapple_tf.execution.builds import PREPARED_STEPS, StepResult
-from dapple_tf.execution.elastic import Elastic
+from dapple_tf.execution.elastic import Elastic, Log
 from dapple_tf.execution.engine import Engine
 from dapple_tf.execution.notes import NoteKind
 from dapple_tf.execution.terminal import batch_done
@@ -99,8 +99,8 @@ class Runtime:
         self._count = 0
         self._apart = False  # whether it trains its own values
 
-        def make(deployment: Deployment) -> Engine:
-            engine = Engine(model, *deployment, policy, operator_costs, pipeline, prepared_steps)
+        def make(deployment: Deployment, log: Log) -> Engine:
+            engine = Engine(model, *deployment, log, operator_costs, pipeline, prepared_steps)
             engine.builder.notes.quiet = quiet
             if "metrics" in vars(self):
                 self.metrics.follow(engine.table)
@@ -120,7 +120,7 @@ class Runtime:
     @property
     def values(self) -> LiveValues:
         """The place of the newest values."""
-        return self.elastic.values
+        return self.engine.values
 
     def start(self) -> None:
         """Makes a fresh engine, for the model as it is compiled now; its workers are waited for as by `transform`."""
@@ -150,7 +150,7 @@ class Runtime:
         with eager_mode():  # Python may collect this object while a graph is being made.
             try:
                 # A session is freed before this only if the user's model goes, too, and needs no values.
-                self.close(sync=not self.engine.state.deferred and not self.engine.session.freed)
+                self.close(sync=not self.values.deferred and not self.engine.session.freed)
             except (DappleError, tf.errors.OpError) as error:
                 logger.warning("model %r: %s; %s", self.model.name, reason(error), self.elastic.kept)
 
@@ -192,7 +192,7 @@ class Runtime:
             WorkerLostError: a worker that has them was lost, and the policy doesn't wait or it isn't back in time.
         """
         names = [self._watched[id(variable)][1] for variable in variables]
-        if self.engine.state.ahead or self.values.restoring:
+        if self.values.ahead or self.values.restoring:
             with self.elastic.looking:
                 self._surviving(lambda: self.values.look(names))
         else:
@@ -216,7 +216,7 @@ class Runtime:
 
         A model without its own values isn't synced: its devices begin again.
         """
-        if not self.engine.state.deferred:
+        if not self.values.deferred:
             self.sync()
         self.values.load()
 
@@ -250,9 +250,9 @@ class Runtime:
         plan = dataclasses.replace(self.engine.plan, report=None).to_json()
 
         def begin() -> pathlib.Path:
-            engine = self.engine if self.values.settle() else None
+            kept = self.values if self.values.settle() else None
             return self.saver.save(
-                directory, self.model, engine, step=self.elastic.steps, progress=progress, plan=plan, keep=keep
+                directory, self.model, kept, step=self.elastic.steps, progress=progress, plan=plan, keep=keep
             )
 
         return self._surviving(begin)
@@ -266,9 +266,9 @@ class Runtime:
         self.saver.finish()
         self.saver.newest = None  # It may be of a later step, which no longer belongs to this training.
         self._others_first()
-        self._surviving(lambda: self.values.restore(Restoration(source, self.model, self.engine)))
+        self._surviving(lambda: self.values.restore(Restoration(source, self.model, self.values)))
         self.elastic.restored(source.manifest.step)
-        if not self.engine.state.deferred:
+        if not self.values.deferred:
             self.sync()  # A step that fails doesn't undo it.
 
     # ---- steps
@@ -276,7 +276,7 @@ class Runtime:
     def train(self, batch: Batch, *, trace: bool = False) -> StepResult:
         """Trains on a batch; see `run`."""
         prepared, began = self.engine.builder.num_steps, time.monotonic()
-        if not self.engine.state.ahead:
+        if not self.values.ahead:
             self._synced_at = began
         result = self.run(Mode.TRAIN, batch, trace=trace)
         if self.engine.builder.num_steps != prepared:
@@ -291,15 +291,15 @@ class Runtime:
         late = not self.engine.cluster.addresses and began - self._synced_at > longest
         if not late and not self.elastic.full:
             return
-        if not self.engine.state.deferred:
+        if not self.values.deferred:
             self.sync()
             self._sync_seconds = time.monotonic() - began
-        elif self.elastic.full and (kept := len(self.elastic.log.batches)) % self.elastic.policy.replay_steps == 0:
+        elif self.elastic.full and (kept := len(self.elastic.log.batches)) % self.elastic.log.policy.replay_steps == 0:
             logger.warning(
                 "%d batches are kept in memory, to be trained on again if a worker is lost, as the model's values stay "
                 "on the devices: save checkpoints, fit(checkpoint=dapple.Checkpointing(directory, every_steps=%d))",
                 kept,
-                self.elastic.policy.replay_steps,
+                self.elastic.log.policy.replay_steps,
             )
 
     def run(self, mode: Mode, batch: Batch, *, training: bool | None = None, **options: Any) -> StepResult:
@@ -316,8 +316,8 @@ class Runtime:
             with self._shown(mode, batch, prepared):
                 if prepared is None and self.engine.full:
                     with self.elastic.looking:
-                        self.values.make_room()
-                self.values.prepare(mode, batch.spec, training)
+                        self.engine.make_room()
+                self.engine.prepare(mode, batch.spec, training)
                 self._watch()
                 return self._step(mode, batch, training=training, **options)
 
@@ -328,7 +328,7 @@ class Runtime:
             batch_done()
             return result
         except tf.errors.OpError as error:
-            lost = self.engine.state.updating
+            lost = self.values.updating
             if lost:
                 self.drop()  # Some stages may have been updated and others not.
             kept = f"; {self.elastic.kept}" if lost else ""
@@ -397,7 +397,7 @@ class Runtime:
 
         TensorFlow often reports only that some device was waiting for the one that failed.
         """
-        if self.engine.state.deferred or batch.address is not None:
+        if self.values.deferred or batch.address is not None:
             return ""
         arrays = iter(batch.arrays)
 

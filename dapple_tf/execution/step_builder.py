@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import logging
@@ -13,10 +12,11 @@ import keras
 
 from dapple_tf.clusters.session import collective_keys
 from dapple_tf.common.garbage import without_collection
+from dapple_tf.common.keras_private import model_supports_jit
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.errors import CaptureError
-from dapple_tf.execution.builds import Build, StepKind, StepSource
+from dapple_tf.execution.builds import Build, BuiltStep, Flush, StepKind, StepSource
 from dapple_tf.execution.notes import NoteLog, notes_of, pairs
 from dapple_tf.execution.preparation import Preparation
 from dapple_tf.execution.step_passes import StepPasses
@@ -29,21 +29,12 @@ from dapple_tf.operators.op_graph import OpPlacement
 from dapple_tf.operators.step_placer import PlacedStep, StepPlacer
 from dapple_tf.tracing.step_nodes import step_nodes
 from dapple_tf.variables.device_values import Holding
-from dapple_tf.variables.parameter_groups import (
-    StorageDevices,
-    holdings,
-    optimizer_variables,
-    readers_of,
-    stored_in_shards,
-    whole_tables,
-)
+from dapple_tf.variables.parameter_groups import Arrangement, whole_tables
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import GraphDef
 from graph_passes.ir.group_update import GroupUpdate
-from graph_passes.ir.program import Layout, Program, Step, Variable
+from graph_passes.ir.program import Layout, Program
 from graph_passes.ir.storage import bytes_of
-from graph_passes.ir.tasks import Schedule
-from graph_passes.pass_manager import Pass, Pipeline, run_passes
+from graph_passes.pass_manager import Instrument, Pass, Pipeline, run_passes
 from graph_passes.passes.replicate import sum_keys
 from graph_passes.passes.update import Update, flush
 
@@ -58,6 +49,8 @@ class StepBuilder:
         placer: places single operators; None if stages run as a whole.
         notes: where training differs from plain Keras.
         builds: (mode, structure of batches, whether layers behave as in training) -> its stage functions and steps.
+        arrangement: the stages that keep each variable.
+        holdings: what devices keep.
     """
 
     def __init__(
@@ -68,8 +61,6 @@ class StepBuilder:
         table: VariableTable,
         timing: Preparation,
         operator_costs: OperatorCosts | None,
-        add: Callable[[GraphDef, str], None],
-        moving: Callable[[list[Holding]], contextlib.AbstractContextManager[bool]],
         pipeline: Pipeline | None = None,
     ) -> None:
         """Starts with nothing built.
@@ -81,36 +72,23 @@ class StepBuilder:
             table: names of the model's variables.
             timing: records what is prepared, and its seconds.
             operator_costs: costs of single operators, for a plan that places them; None estimates them.
-            add: adds a graph to the session's, under a name.
-            moving: makes a context, entered with what devices keep before other devices keep it, which yields whether
-                everything has to be built again.
             pipeline: the passes; None for those of this package.
         """
         self._model, self._cluster, self._plan, self._table, self._timing = model, cluster, plan, table, timing
-        self._add, self._moving = add, moving
         self.passes = StepPasses(plan, cluster) if pipeline is None else StepPasses(plan, cluster, pipeline)
         self.placer = self.passes.placer(operator_costs)
         self.notes = NoteLog(model.name)
         self.builds: dict[tuple[Mode, str, bool], Build] = {}
-        self._storage_devices: StorageDevices = {}
+        self.arrangement = Arrangement()
+        self.holdings: Sequence[Holding] = ()
         self._trained_devices = False
-        self._owners: dict[str, tuple[int, ...]] = {}
-        self._optimizer_variables: dict[tuple[int, ...], tuple[Variable, ...]] = {}
-        self._in_shards: frozenset[str] = frozenset()
         self._numbers = itertools.count()
 
     # ---- stage functions
 
-    def prepare(self, mode: Mode, spec: BatchSpec, *, training: bool | None = None) -> Build:
-        """Returns the stage functions for batches of this structure; made once."""
-        flag = mode is Mode.TRAIN if training is None else training
-        key = (mode, spec.key, flag)
-        if key not in self.builds:
-            self.builds[key] = self._build(mode, spec, flag)
-        return self.builds[key]
-
     @without_collection
-    def _build(self, mode: Mode, spec: BatchSpec, training: bool) -> Build:
+    def build(self, mode: Mode, spec: BatchSpec, training: bool) -> tuple[Build, Arrangement]:
+        """Makes stage functions for batches of this structure; returns them, and which stages keep which variables."""
         start = time.perf_counter()
         model, table = self._model, self._table
         if mode is not Mode.PREDICT:
@@ -146,15 +124,11 @@ class StepBuilder:
             self._tell_whole_tables(program, updates)
         if mode is Mode.TRAIN and training and not spec.uncut:
             self.notes.take(notes_of(program, slices, self._plan.micro_batches))
-        reads = readers_of(program)
-        if updates:
-            owners = {**{name: stages for name, stages in self._owners.items() if name not in reads}, **reads}
-        else:
-            owners = {**reads, **self._owners}
-        placed = self._storage_devices if self.placer is None else self._placed(self.placer, built, owners)
-        self._settle(owners, updates, placed)
+        arrangement = self.arrangement.extended(program, updates)
+        if self.placer is not None:
+            arrangement = self._placed(self.placer, built, arrangement)
         logger.info("prepared %s for %s in %.2f s", mode.value, spec, time.perf_counter() - start)
-        return built
+        return built, arrangement
 
     def _tell_whole_tables(self, program: Program, updates: Sequence[GroupUpdate]) -> None:
         """Logs which tables each device keeps whole though the plan has their rows in shards."""
@@ -164,72 +138,42 @@ class StepBuilder:
         if not reasons and not any(stage.lookups for stage in program.stages):
             logger.warning("row_shards: no stage with several replicas looks up rows of a parameter that is trained")
 
-    def _placed(self, placer: StepPlacer, built: Build, owners: Mapping[str, tuple[int, ...]]) -> StorageDevices:
-        """Places the operators of a full batch's step; returns the variables' devices, on which training decides."""
+    def _placed(self, placer: StepPlacer, built: Build, arrangement: Arrangement) -> Arrangement:
+        """Places the operators of a full batch's step, and with them variables, on which training decides."""
         carries = self.carries(built, want_gradients=False)
         # A step between others touches all variables, those of carried updates included.
         kind = StepKind(self._plan.global_batch_size, carries, head=carries)
         decides = built.mode is Mode.TRAIN and not self._trained_devices
-        built.placed[kind] = self._place(placer, built, kind, owners, {} if decides else self._storage_devices)
+        known = dataclasses.replace(arrangement, storage_devices={}) if decides else arrangement
+        placed = built.placed[kind] = self._place(placer, built, kind, known)
         self._trained_devices |= decides
-        return {**self._storage_devices, **built.placed[kind].storage_devices}
+        devices = {**arrangement.storage_devices, **placed.storage_devices}
+        return dataclasses.replace(arrangement, storage_devices=devices)
 
-    def _place(
-        self,
-        placer: StepPlacer,
-        built: Build,
-        kind: StepKind,
-        owners: Mapping[str, tuple[int, ...]],
-        storage_devices: StorageDevices,
-    ) -> PlacedStep:
-        complete, _ = self._complete(built, kind, owners)
-        return placer.place(complete, built.input_shapes(kind), storage_devices, [self._timing])
+    def _place(self, placer: StepPlacer, built: Build, kind: StepKind, arrangement: Arrangement) -> PlacedStep:
+        complete, _ = self._complete(built, kind, arrangement)
+        return placer.place(complete, built.input_shapes(kind), arrangement.storage_devices, [self._timing])
 
     # ---- which devices keep which variables
 
-    def _settle(
-        self,
-        owners: dict[str, tuple[int, ...]],
-        updates: Sequence[GroupUpdate],
-        storage_devices: StorageDevices,
-    ) -> None:
-        """Settles which devices keep which variables. Training decides; earlier builds are then built again."""
-        optimizer, in_shards = self._optimizer_variables, self._in_shards
-        if updates:
-            optimizer, in_shards = optimizer_variables(updates), stored_in_shards(updates)
-        if (owners, optimizer, in_shards, storage_devices) == (
-            self._owners,
-            self._optimizer_variables,
-            self._in_shards,
-            self._storage_devices,
-        ):
-            return
-        with self._moving(self.holdings()) as again:
-            if again:
-                self.builds = {}
-            self._owners, self._storage_devices = owners, storage_devices
-            self._optimizer_variables, self._in_shards = optimizer, in_shards
-
-    def holdings(self) -> list[Holding]:
-        """Returns the variables that devices keep, by the stages that read them."""
-        return holdings(
-            self._table,
-            self._owners,
-            self._optimizer_variables,
-            self.passes.devices,
-            self._storage_devices,
-            self._in_shards,
-        )
+    def settle(self, arrangement: Arrangement) -> None:
+        """Lets devices keep other variables from now on: steps are made for them."""
+        self.arrangement = arrangement
+        self.holdings = arrangement.holdings(self._table, self.passes.devices)
 
     def stored_bytes(self, program: Program, device: str) -> int:
         """Returns the bytes of the variables, optimizer slots and gradient accumulators on a device."""
         if self.placer is None:
-            return self.passes.stored_bytes(program, self.holdings(), device)
-        kept = [v for holding in self.holdings() if device in holding.devices for v in holding.variables]
+            return self.passes.stored_bytes(program, self.holdings, device)
+        kept = [v for holding in self.holdings if device in holding.devices for v in holding.variables]
         for stage in program.stages if self._plan.accumulates() else ():
             accumulators = (variable for _, variable, _ in stage.gradients)
             own = self.passes.devices[stage.index]
-            kept += [v for v in accumulators if device in self._storage_devices.get((stage.index, v.storage_name), own)]
+            kept += [
+                v
+                for v in accumulators
+                if device in self.arrangement.storage_devices.get((stage.index, v.storage_name), own)
+            ]
         return bytes_of(kept)
 
     # ---- steps
@@ -237,10 +181,6 @@ class StepBuilder:
     def layout(self, samples: int) -> Layout:
         """Returns how a batch of ``samples`` samples is cut. Evaluation may take larger batches than training."""
         return self.passes.layout(samples)
-
-    def schedule(self, built: Build, layout: Layout) -> Schedule:
-        """Returns the order of tasks for a batch."""
-        return self.passes.schedule(built, layout, self.holdings())
 
     def carries(self, built: Build, want_gradients: bool) -> bool:
         """Whether a step leaves updates to the next one."""
@@ -272,46 +212,34 @@ class StepBuilder:
         apart = apart or ((want_gradients or trace) and self.passes.joins(built, samples))
         return StepKind(samples, self.carries(built, want_gradients), head, apart, on_workers, in_parts)
 
-    def step(self, built: Build, kind: StepKind) -> tuple[str, Step]:
-        """Returns a step's prefix in the session's graph, and the step; made once, until `leave` forgets it."""
+    def step(self, built: Build, kind: StepKind) -> BuiltStep:
+        """Returns a step, made once, until `leave` forgets it."""
         if kind not in built.steps:
             built.steps[kind] = self._make_step(built, kind)
-        name, step = built.steps[kind]
-        for needed in (name, built.flush_graph) if kind.carries else (name,):
-            if needed in built.absent:
-                self._add(built.graphs[needed], needed)
-                built.absent.remove(needed)
-        return name, step
+        return built.steps[kind]
 
     @without_collection
-    def _make_step(self, built: Build, kind: StepKind) -> tuple[str, Step]:
-        complete = None
+    def _make_step(self, built: Build, kind: StepKind) -> BuiltStep:
+        complete, placements = None, dict[int, OpPlacement]()
         if self.placer is not None:
-            placed = built.placed.pop(kind, None) or self._place(
-                self.placer, built, kind, self._owners, self._storage_devices
-            )
-            program = placed.program
-            built.placements[kind] = placed.placements
+            placed = built.placed.pop(kind, None) or self._place(self.placer, built, kind, self.arrangement)
+            program, placements = placed.program, dict(placed.placements)
         else:
-            complete = self._complete(built, kind, self._owners)
+            complete = self._complete(built, kind, self.arrangement)
             program, _ = complete
-        name = f"{built.prefix}{kind.samples}" + "".join(f"_{told}" for told in kind._fields[1:] if getattr(kind, told))
-        self._add(program.graph, name)
-        built.graphs[name] = program.graph
         if kind.carries and built.flush is None:
-            self._make_flush(built, *(complete or self._complete(built, kind, self._owners)))
-        built.nodes[name] = step_nodes(program)
-        return name, program.own_step
+            built.flush = self._flush(built, *(complete or self._complete(built, kind, self.arrangement)))
+        name = f"{built.prefix}{kind.samples}" + "".join(f"_{told}" for told in kind._fields[1:] if getattr(kind, told))
+        return BuiltStep(name, program.own_step, program.graph, step_nodes(program), placements)
 
-    def _make_flush(self, built: Build, program: Program, passes: Sequence[Pass]) -> None:
-        """Adds the graph of the updates that a complete step carries over, which these passes have made."""
+    def _flush(self, built: Build, program: Program, passes: Sequence[Pass]) -> Flush:
+        """Returns the updates that a complete step carries over, which these passes have made."""
         update = next(item for item in passes if isinstance(item, Update))
         graph, node = flush(dataclasses.replace(update, first_key=collective_keys()), program)
         if self.placer is not None:
-            graph = self.placer.place_flush(graph, node, program, self._storage_devices, [self._timing])
-        self._add(graph, built.flush_graph)
-        built.graphs[built.flush_graph] = graph
-        built.flush = f"{built.flush_graph}/{node}"
+            graph = self.placer.place_flush(graph, node, program, self.arrangement.storage_devices, [self._timing])
+        name = f"{built.prefix}flush"
+        return Flush(name, graph, f"{name}/{node}")
 
     @property
     def num_steps(self) -> int:
@@ -319,25 +247,14 @@ class StepBuilder:
         return sum(len(built.steps) for built in self.builds.values())
 
     def leave(self, names: Collection[str]) -> None:
-        """Notes that the session's graph is an empty one, to which steps of these names are added when they are needed.
-
-        Other steps are forgotten, and made again when they are needed.
-        """
+        """Forgets all steps but the named ones; they are made again when they are needed."""
         for built in self.builds.values():
-            built.leave(names)
+            built.steps = {kind: step for kind, step in built.steps.items() if step.name in names}
 
-    def _complete(
-        self, built: Build, kind: StepKind, owners: Mapping[str, tuple[int, ...]]
-    ) -> tuple[Program, list[Pass]]:
+    def _complete(self, built: Build, kind: StepKind, arrangement: Arrangement) -> tuple[Program, list[Pass]]:
         """Returns a complete step of stage functions, and the passes that made it."""
-        layout = self.layout(kind.samples)
-        keys = collective_keys(sum_keys(built.program, layout))
-        schedule = self.schedule(built, layout)
-        passes = self.passes.step_passes(built, kind, schedule, owners, keys, in_shards=self._in_shards)
-        first = self.passes.pipeline.number(passes[0])
-        instruments = self._timing.of_passes(passes, first)
-        program = run_passes(built.program, passes, first=first, instruments=instruments, complete=True)
-        return program, passes
+        keys = collective_keys(sum_keys(built.program, self.layout(kind.samples)))
+        return _completed(self.passes, built, kind, arrangement, self.holdings, keys, self._timing.of_passes)
 
     # ---- looking inside
 
@@ -345,10 +262,10 @@ class StepBuilder:
     def placements(self) -> Mapping[int, OpPlacement]:
         """Stage -> placement of the operators in the largest training step; empty as long as there is none."""
         by_samples = {
-            kind.samples: placements
+            kind.samples: step.placements
             for built in self.builds.values()
             if built.mode is Mode.TRAIN
-            for kind, placements in built.placements.items()
+            for kind, step in built.steps.items()
         }
         return by_samples[max(by_samples)] if by_samples else {}
 
@@ -356,6 +273,97 @@ class StepBuilder:
     def sources(self) -> list[StepSource]:
         """The sources of the steps prepared so far, for each mode and structure of batches."""
         return [
-            StepSource(built, training, max(built.steps, default=None), self._owners, self.holdings())
+            StepSource(built, training, max(built.steps, default=None), self.arrangement, self.holdings)
             for (_, _, training), built in self.builds.items()
         ]
+
+
+# ---- without a session: the devices needn't exist
+
+
+def with_compiler(plan: Plan, model: keras.Model, cluster: Cluster) -> Plan:
+    """Returns a plan that compiles stages where Keras compiles models by default: on GPUs, if XLA can."""
+    decided = plan.jit_compile is not None or plan.places_operators
+    if decided or not cluster.all_gpus(itertools.chain(*plan.devices)):
+        return plan
+    return dataclasses.replace(plan, jit_compile=model_supports_jit(model))
+
+
+def planned_step(
+    model: keras.Model, plan: Plan, cluster: Cluster, spec: BatchSpec, operator_costs: OperatorCosts | None = None
+) -> Program:
+    """Returns the training step of a compiled model for full batches; no step is run.
+
+    Args:
+        model: the model.
+        plan: stages, devices and schedule.
+        cluster: the devices, or a description of them.
+        spec: structure of the batches.
+        operator_costs: costs of single operators, if the plan places them; None estimates them.
+    """
+    plan = with_compiler(plan, model, cluster)
+    passes, table = StepPasses(plan, cluster), VariableTable(model)
+    build(model, table, spec)
+    captured = capture(model, table, Mode.TRAIN, spec, gpus=passes.gpus)
+    program = run_passes(captured, passes.stage_passes(Mode.TRAIN, "train_", uncut=spec.uncut))
+    source = training_source(model, passes, table, spec, program)
+    kind = full_step(source, plan)
+    complete = complete_step(passes, source, kind)
+    placer = passes.placer(operator_costs)
+    return complete if placer is None else placer.place(complete, source.built.input_shapes(kind), {}).program
+
+
+def training_source(
+    model: keras.Model,
+    passes: StepPasses,
+    table: VariableTable,
+    spec: BatchSpec,
+    program: Program,
+    prefix: str = "train_",
+) -> StepSource:
+    """Returns the parts of training steps, from a program with stage functions whose names begin with ``prefix``."""
+    updates = passes.updates(model, table, program)
+    arrangement = Arrangement().extended(program, updates)
+    built = Build(Mode.TRAIN, spec, program, updates, prefix, carried=passes.carried(updates))
+    return StepSource(built, True, None, arrangement, arrangement.holdings(table, passes.devices))
+
+
+def full_step(source: StepSource, plan: Plan) -> StepKind:
+    """Returns the kind of a step between two others, for a full batch."""
+    carries = bool(source.built.carried)
+    return StepKind(source.built.spec.parts(plan.global_batch_size), carries, carries)
+
+
+def complete_step(
+    passes: StepPasses, source: StepSource, kind: StepKind, instruments: Sequence[Instrument] = ()
+) -> Program:
+    """Returns a step after all passes, except placement of single operators."""
+    built, arrangement, held = source.built, source.arrangement, source.holdings
+    return _completed(passes, built, kind, arrangement, held, 1, lambda *_: instruments)[0]
+
+
+def _completed(
+    passes: StepPasses,
+    built: Build,
+    kind: StepKind,
+    arrangement: Arrangement,
+    holdings: Sequence[Holding],
+    first_key: int,
+    instruments: Callable[[Sequence[Pass], int], Sequence[Instrument]],
+) -> tuple[Program, list[Pass]]:
+    """Returns a complete step of stage functions, and the passes that made it.
+
+    Args:
+        passes: the passes of the plan.
+        built: the stage functions.
+        kind: the kind of step.
+        arrangement: the stages that keep each variable.
+        holdings: what devices keep.
+        first_key: the first of the collective keys.
+        instruments: passes and the first one's number -> what watches them.
+    """
+    schedule = passes.schedule(built, passes.layout(kind.samples), holdings)
+    chosen = passes.step_passes(built, kind, schedule, arrangement.owners, first_key, in_shards=arrangement.in_shards)
+    first = passes.pipeline.number(chosen[0])
+    watching = instruments(chosen, first)
+    return run_passes(built.program, chosen, first=first, instruments=watching, complete=True), chosen

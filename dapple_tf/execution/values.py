@@ -1,98 +1,224 @@
-"""Where the newest values are: on the devices, in the user's model, or the same in both."""
+"""The one store of values: where a model's newest values are, and how they get to devices, model and files."""
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import itertools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from dapple_tf.checkpoints.checkpoint import Checkpoint, Restoration
-from dapple_tf.common.keras_private import inner_optimizer
-from dapple_tf.execution.engine import Engine
-from dapple_tf.frontend.batch import BatchSpec
-from dapple_tf.frontend.capture import Mode
-from dapple_tf.frontend.initialization import initial_of, materialize
-from dapple_tf.frontend.variables import read_tensor
+from dapple_tf.checkpoints.snapshots import Snapshot, Snapshots
+from dapple_tf.common.keras_private import inner_optimizer, learning_rate_of
+from dapple_tf.frontend.initialization import any_deferred, initial_of, materialize
+from dapple_tf.frontend.variables import VariableTable, read_tensor
+from dapple_tf.variables.device_values import Holding
+from dapple_tf.variables.stored_values import Session, StoredValues
 from graph_passes.ir.program import VariableKind
+from graph_passes.pass_manager import Timing
 
 if TYPE_CHECKING:
     from dapple_tf.execution.elastic import Log
 
 logger = logging.getLogger(__name__)
 
+Known = Mapping[str, tf.Tensor | None]
+
+
+class Newest(enum.Enum):
+    """The place of the newest values; see `LiveValues`."""
+
+    MODEL = enum.auto()
+    FILES = enum.auto()
+    EQUAL = enum.auto()
+    DEVICES = enum.auto()
+
+
+class UpdatingSession(Session, Protocol):
+    """A session whose steps may leave updates to the next one."""
+
+    def run_update(self, node: str) -> None:
+        """Runs a node that makes left-over updates."""
+
 
 class LiveValues:
-    """Copies values between the devices and the user's model, if either has newer ones.
+    """The values of a model's variables on the devices of one session after the other, in the model, and in files.
 
-    Devices are ahead after a training step, until ``sync``. Meanwhile `look` is called with the variables that are
-    about to be read or assigned, and brings the devices' values of these into the model. Values assigned to the model
-    are used: whenever there may be some, the next step compares the model's values with those that both had, and sends
-    the devices those that differ.
+    | newest | where the newest values are | known |
+    |---|---|---|
+    | MODEL | in the model; devices have none that count | |
+    | FILES | in a checkpoint, until a step decides what devices keep | nothing, or all once the model read them |
+    | EQUAL | on the devices and in the model | all values |
+    | DEVICES | on the devices | values of the variables that were looked at since the last step |
 
-    A model made under ``deferred_init`` has no values before the first ``sync``: only the devices have.
+    *Known* values are those newest ones which the model has had, too. A variable whose value in the model differs
+    from its known one was assigned: the model's is newer.
+
+    | event | MODEL | FILES | EQUAL | DEVICES |
+    |---|---|---|---|---|
+    | `look`: a variable is read | | as `sync` | | it becomes known; if all are: EQUAL |
+    | `sync` | | all become known | | others are fetched: EQUAL |
+    | `resolve`: assigned ones are found | | MODEL, if known | they are pushed | they are pushed, none is known |
+    | `supply`: a step needs values | all are loaded: EQUAL | servers read; known: EQUAL, else DEVICES | | |
+    | `step` that trains | | | DEVICES | |
+    | `rearrange`: others keep variables | | | MODEL | as `sync`, then MODEL |
+    | `restore`, `restore_again`, `recover` | FILES, or DEVICES once a step is prepared | same | same | same |
+    | `load`: the model's values count | MODEL | MODEL | MODEL | MODEL |
+    | `drop`: the devices' are lost or wrong | MODEL | MODEL | MODEL | MODEL, with its values of the last EQUAL |
+    | `close`: the session ends | | | | MODEL, until recovery brings values |
+
+    A model made under ``deferred_init`` lacks values that only devices have: EQUAL then has all values that the model
+    has, `sync` fetches the others, and `rearrange` moves values from device to device. The learning rate is always the
+    model's, and goes to the devices before a step.
+
+    Attributes:
+        table: names of the model's variables.
+        newest: where the newest values are.
+        updating: whether an update has begun and not succeeded, after which devices may have a mixture of values.
+        left_over: the node that makes the updates left to the next step; None if there are none.
     """
 
-    def __init__(self, engine: Engine, recovery: Log) -> None:
+    def __init__(
+        self,
+        model: keras.Model,
+        table: VariableTable,
+        timing: Timing,
+        holdings: Callable[[], Sequence[Holding]],
+        session: UpdatingSession,
+        log: Log,
+    ) -> None:
         """Starts with nothing on the devices.
 
         Args:
-            engine: has the devices.
-            recovery: is notified whenever devices and model agree.
+            model: the Keras model.
+            table: names of its variables.
+            timing: records the seconds of loading.
+            holdings: returns what devices keep.
+            session: the session on the devices.
+            log: is notified of all that devices get from elsewhere.
         """
-        self._engine = engine
-        self._recovery = recovery
-        self._loaded = False
-        self._unsure = True
-        self._agreed: dict[str, tf.Tensor] = {}  # the devices' values of what the model has, too
-        self._synced: dict[str, tf.Tensor] = {}  # the model's values at that time, assigned ones included
-        self._pending: Restoration | None = None  # until a step decides what devices keep
-        self._pending_agreed: dict[str, tf.Tensor] | None = None  # the values that it brought into the model
+        self._model, self.table, self._timing, self._holdings, self._log = model, table, timing, holdings, log
+        self.newest = Newest.MODEL
+        self.updating = False
+        self._known: Known = {}  # None: it was looked at, but only devices had a value
+        self._synced: Known = {}  # what the model had before devices were ahead
+        self._source: Restoration | None = None  # the files' values
+        self._unsure = True  # whether something may have been assigned
+        self._running = False
         self._told: set[str] = set()
-        self._seen: dict[str, tf.Tensor | None] = {}
-        self._disturbed: set[str] = set()
-        self._misses = 0
-        self._order: list[str] = []
-        self._known = 0
+        self._open(session)
+
+    def _open(self, session: UpdatingSession) -> None:
+        self.left_over: str | None = None
+        self._session = session
+        self._stored = StoredValues(self.table, self._holdings, session)
+        self._snapshots = Snapshots(self._holdings, session)
+
+    def _become(self, newest: Newest, known: Known | None = None, source: Restoration | None = None) -> None:
+        if newest is not Newest.DEVICES:
+            self._synced = {}
+        elif self.newest is Newest.EQUAL:
+            self._synced = self._known
+        self.newest, self._known, self._source = newest, known or {}, source
+        self.updating = False
+
+    # ---- what there is
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the devices have newer values than the model."""
+        return self.newest is Newest.DEVICES
+
+    @property
+    def restoring(self) -> bool:
+        """Whether the newest values are in a checkpoint, and neither on the devices nor in the model yet."""
+        return self.newest is Newest.FILES and not self._known
+
+    @property
+    def deferred(self) -> bool:
+        """Whether the model has no values of its own for some variables, see :func:`dapple_tf.deferred_init`."""
+        return any_deferred(self.table.keras_variables.values())
+
+    @property
+    def prepared(self) -> bool:
+        """Whether devices may have values, as they do from the first step on."""
+        return self._stored.used
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The variables that devices keep, as far as the prepared steps tell."""
+        return frozenset(variable.name for holding in self._holdings() for variable in holding.variables)
+
+    @property
+    def learning_rate(self) -> keras.Variable | None:
+        """The learning rate if it is a plain variable, which callbacks may assign during training; else None."""
+        rate = learning_rate_of(inner_optimizer(self._model.optimizer))
+        return rate if isinstance(rate, keras.Variable) else None
+
+    @property
+    def watched(self) -> dict[str, keras.Variable]:
+        """The variables whose newest values may be on the devices."""
+        table, rate = self.table, self.learning_rate
+        return {
+            name: variable
+            for name, variable in table.keras_variables.items()
+            if variable is not rate and table.kind_of(name) is not VariableKind.METRIC
+        }
+
+    def _has(self, name: str) -> bool:
+        """Whether the model has a value of a variable, new or old."""
+        return initial_of(self.table.keras_variables[name]) is None
+
+    def _in_model(self, names: Iterable[str] | None = None) -> dict[str, tf.Tensor]:
+        """Returns the model's values of all or some variables that devices have, too.
+
+        A tensor shares its buffer with the variable that it was read from, until that is assigned.
+        """
+        names = self.watched if names is None else names
+        return {name: read_tensor(self.table.keras_variables[name]) for name in names if self._has(name)}
+
+    # ---- devices -> model
 
     def sync(self) -> None:
         """Copies all values devices -> model, if the devices are ahead or the model has no values yet."""
-        deferred = self._engine.state.deferred
-        assigned: set[str] = set()  # variables whose values were on devices only, which still have the old ones
-        if deferred:
+        if deferred := self.deferred:
             self._tell(logging.WARNING, "all values are fetched into the memory of this process")
-        if deferred and self._loaded and not self._engine.state.ahead:
-            self._resolve_doubt()  # If something was assigned, the model's own initial values go with it.
-        if self._pending is not None and self.restoring:
-            self._pending.into_model()
-            self._pending_agreed = self._in_model()
-        elif self._engine.state.ahead or (deferred and self._loaded):
-            # Variables that were looked at keep the model's values, which were fetched, or assigned since.
-            variables = self._engine.table.keras_variables
-            absent = {name for name in self._seen if initial_of(variables[name]) is not None}
-            assigned = {name for name, value in self._seen.items() if value is None} - absent
-            self._engine.state.fetched |= assigned
-            self._engine.state.fetched -= absent
-            self._engine.state.save()
-            self._agree()
+            if self.newest is Newest.EQUAL:
+                self.resolve()
+        source, fetches = self._source, self.ahead or (deferred and self.newest is Newest.EQUAL)
+        if source is not None and self.restoring:
+            source.into_model()
+        elif fetches:
+            # Known variables keep the model's values, which were fetched, or assigned since.
+            known = {name for name in self._known if self._has(name)} if self.ahead else set()
+            self.flush()
+            self._stored.save(self.learning_rate, known)
+        elif not deferred:
+            return
         if deferred:
-            materialize(_variables(self._engine.model))  # what no device keeps
-            self._synced = self._in_model()
-            self._agreed = {name: value for name, value in self._synced.items() if name not in assigned}
+            optimizer = self._model.optimizer
+            materialize([*self._model.variables, *(() if optimizer is None else optimizer.variables)])
+        if fetches:
+            self._agree()
+        elif source is not None:
+            self._become(Newest.FILES, self._in_model(), source)
 
     def rescue(self) -> None:
         """Syncs if values would be lost with the devices."""
-        if self._engine.state.ahead or self._pending is not None:
+        if self.ahead or self.newest is Newest.FILES:
             self.sync()
 
     def agree(self) -> None:
         """Syncs, unless the model has no values, before others read the model and perhaps assign to it."""
-        if self._engine.state.deferred and not _averages(self._engine.model):
+        averages = getattr(inner_optimizer(self._model.optimizer), "use_ema", False)  # Keras assigns these after `fit`.
+        if self.deferred and not averages:
             self._tell(logging.INFO, "its values stay on the devices until sync(), save() or get_weights()")
         else:
             self.sync()
@@ -106,71 +232,237 @@ class LiveValues:
         """
         if self.restoring:
             self.sync()
-        if not self._engine.state.ahead:
-            self._unsure = True
-            return
-        missing = [name for name in names if name not in self._seen]
-        if not missing:
-            return
-        if len(names) == 1:
-            missing = self._following(missing[0])
-        variables = self._engine.table.keras_variables
-        absent = [name for name in missing if initial_of(variables[name]) is not None]
-        self._fetch([name for name in missing if name not in absent])
-        # Absent variables have values on the devices only: they can't be read, but they may be assigned.
-        self._seen |= dict.fromkeys(absent)
-
-    def _following(self, name: str) -> list[str]:
-        """Returns a variable, and the following ones to fetch with it."""
-        variables = self._engine.table.keras_variables
-        behind = self._all[self._all.index(name) + 1 :]
-        others = (own for own in behind if own not in self._seen and initial_of(variables[own]) is None)
-        count, self._misses = 2**self._misses, self._misses + 1
-        return [name, *itertools.islice(others, count - 1)]
-
-    @property
-    def _all(self) -> list[str]:
-        """The names of all variables whose newest values may be on the devices."""
-        if self._known != (known := len(self._engine.table.keras_variables)):
-            self._known, self._order = known, list(self.watched)
-        return self._order
+        self.doubt()
+        missing = [name for name in names if name not in self._known] if self.ahead else []
+        if len(missing) == len(names) == 1:
+            watched = list(self.watched)
+            behind = watched[watched.index(missing[0]) + 1 :]
+            others = (name for name in behind if name not in self._known and self._has(name))
+            missing += itertools.islice(others, len(self._known))
+        self._fetch([name for name in missing if self._has(name)])
+        if self.ahead:
+            # Absent variables have values on the devices only: they can't be read, but they may be assigned.
+            self._known = {**self._known, **{name: None for name in missing if not self._has(name)}}
 
     def _fetch(self, names: Sequence[str]) -> None:
         if not names:
             return
-        running = self._engine.running
-        self._engine.state.fetch(names)
-        self._disturbed |= set(names)
+        running = self._running
+        self.flush()
+        self._stored.save_some(names)
         if running:  # in another thread, so that the next look must fetch newer values
-            self._engine.state.fetched.difference_update(names)
             return
-        self._seen |= self._in_model(names)
-        if len(self._seen) == len(self._all) and None not in self._seen.values():
-            self._engine.state.agreed()
+        self._known = {**self._known, **self._in_model(names)}
+        if len(self._known) == len(self.watched) and None not in self._known.values():
             self._agree()
+
+    def _agree(self) -> None:
+        """Records the devices' values, which the model has, too, or had when it looked at them."""
+        self._unsure |= bool(self._known)
+        values = {name: value for name, value in {**self._in_model(), **self._known}.items() if value is not None}
+        self._become(Newest.EQUAL, values)
+        self._log.agreed(values)
 
     def _tell(self, level: int, what: str) -> None:
         if what not in self._told:
             self._told.add(what)
-            logger.log(level, "model %r: %s", self._engine.model.name, what)
+            logger.log(level, "model %r: %s", self._model.name, what)
+
+    # ---- model -> devices
+
+    def doubt(self) -> None:
+        """Lets the next step check for values assigned to the model."""
+        self._unsure = True
+
+    def resolve(self) -> None:
+        """Sends the devices the values assigned to the model since they were known."""
+        unsure, self._unsure = self._unsure, False
+        if not unsure or self.newest is Newest.MODEL:
+            return
+        known, now = self._known, self._in_model(self._known if self.ahead else None)
+        if self.ahead:
+            self._known = {}
+        changed = _changed(known, now)
+        if not changed or self.restoring:
+            return
+        if self.newest is Newest.FILES:
+            self.load()
+        elif self.ahead:
+            self._log.assigned(changed)
+            self.push(changed)
+        else:
+            self.push(changed)
+            self._become(Newest.EQUAL, now)
+            self._log.agreed(now)
+
+    def push(self, values: Mapping[str, tf.Tensor]) -> None:
+        """Copies values of some variables -> devices, which have values of all."""
+        self.flush()
+        with self._updates():
+            self._stored.load_some({name: value.numpy() for name, value in values.items()})
+
+    def push_learning_rate(self) -> None:
+        """Copies the learning rate -> devices, if they have another one."""
+        rate = self.learning_rate
+        if rate is not None and self._stored.lacks_rate(rate):
+            self.flush()  # with the rate of its own step
+            with self._updates():
+                self._stored.load_rate(rate)
 
     def load(self) -> None:
         """Lets the next step copy model -> devices, whatever these have."""
-        self._engine.state.agreed()
-        self._loaded = False
-        self._pending = None
-        self._seen, self._disturbed = {}, set()
-        self._recovery.forget()
+        self.left_over = None
+        self._become(Newest.MODEL)
+        self._log.forget()
 
     def drop(self) -> None:
         """Discards the devices' values, which are lost or wrong, and lets the next step copy the model's to them.
 
         The model gets back its values of the last ``sync``, in case single variables were looked at since.
         """
-        variables = self._engine.table.keras_variables
-        for name in self._disturbed & self._synced.keys():
-            variables[name].assign(self._synced[name])
+        for name, value in _changed(self._in_model(self._synced), self._synced).items():
+            self.table.keras_variables[name].assign(value)
         self.load()
+
+    def supply(self) -> None:
+        """Gives the devices the newest values, unless they have them; a step must have been prepared."""
+        source, known = self._source, self._known
+        if source is not None:
+            self._become(Newest.MODEL)  # if a file is damaged
+            source.onto_devices()
+            if known:
+                self._become(Newest.EQUAL, known)
+                self._log.agreed({name: value for name, value in known.items() if value is not None})
+        elif self.newest is Newest.MODEL:
+            self._load()
+            self._agree()
+
+    def _load(self, given: Mapping[str, tf.Tensor] | None = None) -> None:
+        with self._timing.part("load variables"):
+            self._stored.load(self.learning_rate, given)
+
+    # ---- steps
+
+    @contextlib.contextmanager
+    def step(self, *, trains: bool, left_over: str | None) -> Iterator[None]:
+        """Notes that a step runs inside the context.
+
+        Args:
+            trains: whether it updates variables.
+            left_over: the node that makes the updates that it leaves to the next step, if any.
+        """
+        if trains and not self.ahead:
+            self._become(Newest.DEVICES)
+        self.updating = trains
+        self.left_over = left_over  # also if Ctrl-C comes instead of the result
+        self._running = True
+        try:
+            yield
+        finally:
+            self._running = False
+        self.updating = False
+
+    @contextlib.contextmanager
+    def _updates(self) -> Iterator[None]:
+        """Runs an update inside the context; after an error `updating` stays true, as some devices may have made it."""
+        self.updating = True
+        yield
+        self.updating = False
+
+    def flush(self) -> None:
+        """Makes the updates that the last step left to the next one."""
+        if self.left_over is not None:
+            node, self.left_over = self.left_over, None
+            with self._updates():
+                self._session.run_update(node)
+
+    # ---- sessions and devices, one after the other
+
+    def close(self) -> None:
+        """Prepares for the session's end, after finishing a snapshot that is being written."""
+        self._snapshots.wait()
+        self.left_over = None
+        if self.ahead:
+            self.newest = Newest.MODEL
+
+    def move_to(self, session: UpdatingSession) -> None:
+        """Continues in another session on the same devices, with the values that devices have.
+
+        Updates left to the next step are made, and a snapshot that is being written is finished first.
+        """
+        stored = StoredValues(self.table, self._holdings, session)
+        if self.newest in (Newest.EQUAL, Newest.DEVICES):
+            self.flush()
+            stored.take_over(self._stored)
+        self._snapshots.wait()
+        self._open(session)
+        self._stored = stored
+
+    def rearrange(self, before: Sequence[Holding], after: Sequence[Holding], renew: Callable[[], None]) -> None:
+        """Prepares for other devices to keep the variables from now on.
+
+        Values move from device to device if the model has no place for them. Otherwise they go into the model, and a
+        fresh session begins.
+
+        Args:
+            before: what devices keep.
+            after: what they are to keep.
+            renew: opens the fresh session.
+        """
+        if self.ahead and self.deferred:
+            self.flush()
+            self._snapshots.rearrange()
+            self._stored.rearrange(before, after)
+            return
+        if self.ahead:
+            self.sync()
+        self.close()
+        renew()
+        self._become(Newest.MODEL)
+        self._open(self._session)
+
+    def follow(self, other: LiveValues) -> None:
+        """Continues on other devices, which are to get the values of another's devices."""
+        self.newest, self._known, self._synced = other.newest, other._known, other._synced
+
+    # ---- files
+
+    def snapshot(self, keys: Mapping[str, str]) -> Snapshot:
+        """Takes a snapshot of the devices' variables, to be written during steps, after the last one was written.
+
+        Args:
+            keys: variable -> its name in files. Others aren't written.
+        """
+        self.flush()
+        return self._snapshots.take(keys)
+
+    def settle(self) -> bool:
+        """Brings the valid values to the devices, to be saved from there.
+
+        Returns:
+            False if no step has been prepared yet, so that all values are in the model.
+        """
+        if not self.prepared:
+            self.sync()
+            return False
+        self.resolve()
+        self.supply()
+        return True
+
+    def fill(self, path: Path, located: Mapping[str, tuple[str, str]]) -> None:
+        """Copies files -> devices, except the learning rate, which the next step brings; needs a prepared step.
+
+        Args:
+            path: directory of the files.
+            located: variable -> (name of its tensor bundle there, its name in it), for all that devices keep.
+
+        Raises:
+            CheckpointError: a file is damaged, or a server can't read it; the variables are unchanged.
+        """
+        self._snapshots.restore(path, located)
+        self._stored.filled()
+        self.left_over = None
+        self._become(Newest.DEVICES)
 
     def restore(self, source: Restoration) -> None:
         """Copies a checkpoint to the devices, directly from files, or with the next step if none is prepared yet.
@@ -180,194 +472,52 @@ class LiveValues:
         """
         if source.done:
             self.load()
-        elif self._engine.state.has_values:
+            return
+        if self.prepared:
             source.onto_devices()
-            self._recovery.restored(source.path)
-            self._loaded, self._pending, self._pending_agreed = True, None, None
-            self._seen = {}
         else:
-            self._recovery.restored(source.path)
-            self._pending, self._pending_agreed = source, None
+            self._become(Newest.FILES, source=source)
+        self._log.restored(source.path)
+
+    # ---- recovery
 
     def restore_again(self, path: Path) -> None:
         """Restores devices that have lost a checkpoint's values, and keeps values assigned since."""
-        if self._pending_agreed is not None:
+        if self.newest is Newest.FILES and self._known:
             self.load()  # The model has them.
             return
-        assigned = self._recovery.last | _changed(self._seen, self._in_model(self._seen))
+        assigned = self._log.last | _changed(self._known, self._in_model(self._known))
         source = self._again(path)
         if not assigned:
             self.restore(source)
             return
         source.into_model()
         for name, value in assigned.items():
-            self._engine.table.keras_variables[name].assign(value)
+            self.table.keras_variables[name].assign(value)
         self.load()
 
-    def _again(self, path: Path) -> Restoration:
-        return Restoration(Checkpoint.open(path), self._engine.model, self._engine, again=True)
-
-    def settle(self) -> bool:
-        """Brings the valid values to the devices, to be saved from there.
-
-        Returns:
-            False if no step has been prepared yet, so that all values are in the model.
-        """
-        if not self._engine.state.has_values:
-            self.sync()
-            return False
-        self._resolve_doubt()
-        if not self._loaded:
-            self._load()
-        return True
-
-    def make_room(self) -> None:
-        """Has the engine leave out steps that seldom run; the devices keep the values that they have, if any."""
-        self._loaded = self._loaded and self._engine.state.has_values
-        self._engine.make_room(values=self._loaded)
-
-    def doubt(self) -> None:
-        """Lets the next step check for values assigned to the model."""
-        self._unsure = True
-
-    def prepare(self, mode: Mode, spec: BatchSpec, training: bool | None = None) -> None:
-        """Prepares a step, and copies model -> devices unless these have its values or newer ones."""
-        self._resolve_doubt()
-        generation = self._engine.state.generation
-        self._engine.builder.prepare(mode, spec, training=training)
-        if self._pending is not None:
-            source, self._pending = self._pending, None
-            source.onto_devices()
-            self._loaded = True
-        elif not self._loaded or self._engine.state.generation != generation:
-            self._load()
-
-    def _resolve_doubt(self) -> None:
-        if self._seen:
-            self._resolve_seen()
-        if not self._unsure:
-            return
-        self._unsure = False
-        if self._pending is not None and self._pending_agreed is not None:
-            if not _same(self._pending_agreed, self._in_model()):
-                self.load()
-        elif self._loaded and not self._engine.state.ahead:
-            self._resolve_all()
-
-    def _resolve_seen(self) -> None:
-        """Sends devices that are ahead the values assigned to variables that were looked at."""
-        seen, self._seen, self._misses = self._seen, {}, 0
-        self._engine.state.fetched.clear()
-        changed = _changed(seen, self._in_model(seen))
-        if changed:
-            self._recovery.assigned(changed)
-            self._disturbed |= changed.keys()
-            self._engine.state.push(changed)
-
-    def _resolve_all(self) -> None:
-        """Sends devices that weren't ahead the assigned values."""
-        now = self._in_model()
-        if now.keys() != self._agreed.keys():
-            self._loaded = False  # Some variables whose values were on devices only were assigned.
-            return
-        changed = _changed(self._agreed, now)
-        if changed:
-            self._engine.state.push(changed)
-            self._agreed, self._synced, self._disturbed = now, now, set()
-            self._recovery.agreed(now)
-
-    def _load(self) -> None:
-        self._engine.state.load()
-        self._seen = {}
-        self._agree()
-        self._loaded = True
-
-    def recover(self, spec: BatchSpec) -> None:
+    def recover(self) -> None:
         """Brings devices that have lost their values to the base of recovery; the model stays as it is."""
-        base = self._recovery.base
+        base, known = self._log.base, self._known
         assert base is not None
-        self._engine.builder.prepare(Mode.TRAIN, spec)
-        self._pending = None
         if isinstance(base, Path):
             self._again(base).onto_devices()
         else:
-            self._engine.state.load(base)
-            self._agreed = dict(base)
-        self._loaded = True
+            self._load(base)
+        self._become(Newest.DEVICES, known)
 
-    def _agree(self) -> None:
-        """Records the devices' values, which the model has, too, or had for variables that were looked at."""
-        seen, self._seen, self._misses = self._seen, {}, 0
-        self._synced = self._in_model()
-        self._agreed = {name: value for name, value in (self._synced | seen).items() if value is not None}
-        self._disturbed = set()
-        self._unsure |= bool(seen)
-        self._recovery.agreed(self._agreed)
-
-    def follow(self, other: LiveValues) -> None:
-        """Continues on other devices, which are to get the values of another's devices."""
-        self._seen, self._disturbed = other._seen, other._disturbed
-        self._agreed, self._synced = other._agreed, other._synced
-        self._pending_agreed = other._pending_agreed
-
-    def replayed(self) -> None:
-        """Notes that devices have their values again, and the model the read ones."""
-        self._engine.state.fetched = set(self._seen)
-
-    @property
-    def restoring(self) -> bool:
-        """Whether the newest values are in a checkpoint, and neither on the devices nor in the model yet."""
-        return self._pending is not None and self._pending_agreed is None
-
-    @property
-    def watched(self) -> dict[str, keras.Variable]:
-        """The variables whose newest values may be on the devices."""
-        table, rate = self._engine.table, self._rate
-        return {
-            name: variable
-            for name, variable in table.keras_variables.items()
-            if name != rate and table.kind_of(name) is not VariableKind.METRIC
-        }
-
-    @property
-    def _rate(self) -> str | None:
-        """Name of the learning rate, if it is a variable, which each step brings."""
-        rate = self._engine.state.learning_rate
-        return None if rate is None or not self._engine.table.knows(rate) else self._engine.table.name_of(rate)
-
-    def _in_model(self, names: Iterable[str] | None = None) -> dict[str, tf.Tensor]:
-        """Returns the model's values of all or some variables that devices have, too.
-
-        A tensor shares its buffer with the variable that it was read from, until that is assigned.
-        """
-        variables = self._engine.table.keras_variables
-        return {
-            name: read_tensor(variables[name])
-            for name in (self.watched if names is None else names)
-            if initial_of(variables[name]) is None
-        }
+    def _again(self, path: Path) -> Restoration:
+        return Restoration(Checkpoint.open(path), self._model, self, again=True)
 
 
-def _variables(model: keras.Model) -> list[keras.Variable]:
-    return [*model.variables, *(model.optimizer.variables if model.optimizer is not None else ())]
-
-
-def _averages(model: keras.Model) -> bool:
-    """Whether Keras itself reads values: it assigns moving averages at the end of ``fit``."""
-    return bool(getattr(inner_optimizer(model.optimizer), "use_ema", False))
-
-
-def _same(ours: Mapping[str, tf.Tensor], theirs: Mapping[str, tf.Tensor]) -> bool:
-    """Whether values are equal; tensors that share a buffer are, without a comparison."""
-    return ours.keys() == theirs.keys() and not _changed(ours, theirs)
-
-
-def _changed(before: Mapping[str, tf.Tensor | None], now: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+def _changed(before: Known, now: Known) -> dict[str, tf.Tensor]:
     """Returns the present values that differ from earlier ones, or are new."""
-    return {name: value for name, value in now.items() if (own := before.get(name)) is None or not _equal(own, value)}
+    pairs = ((name, before.get(name), value) for name, value in now.items())
+    return {name: new for name, old, new in pairs if new is not None and (old is None or not _equal(old, new))}
 
 
 def _equal(one: tf.Tensor, other: tf.Tensor) -> bool:
+    """Whether values are equal; tensors that share a buffer are, without a comparison."""
     a, b = _array(one), _array(other)
     return a.ctypes.data == b.ctypes.data or np.array_equal(a, b)
 

@@ -161,8 +161,7 @@ class Reasons:
         ]
         if max(slices) == 1:
             return ()
-        runtime.values.prepare(Mode.TRAIN, batch.spec, training)
-        built = runtime.engine.builder.prepare(Mode.TRAIN, batch.spec, training=training)
+        built = runtime.engine.prepare(Mode.TRAIN, batch.spec, training)
         return notes_of(built.program, slices, micro_batches)
 
     @property

@@ -14,6 +14,7 @@ from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.layer_profile import ProfileError
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.execution.builds import StepKind
+from dapple_tf.execution.elastic import Log
 from dapple_tf.execution.engine import Engine
 from dapple_tf.frontend.capture import Mode, check_model
 from dapple_tf.frontend.metrics import RunningMetrics
@@ -138,13 +139,12 @@ def _measure(
 ) -> None:
     plan = Plan.by_operators(devices, samples)
     arrays = example.batch(samples)
-    with contextlib.closing(Engine(model, cluster, plan, FaultPolicy(), costs)) as engine:
+    with contextlib.closing(Engine(model, cluster, plan, Log(FaultPolicy()), costs)) as engine:
         engine.builder.notes.quiet = True
-        built = engine.builder.prepare(Mode.TRAIN, example.spec)
+        built = engine.prepare(Mode.TRAIN, example.spec)
         step = built.placed[StepKind(samples)]
         signatures = operator_signatures(step.flat.program.graph, step.flat.shapes)
         metrics = RunningMetrics(model, engine.table).feeds()
-        engine.state.load()
         traces = []
         for number in range(_WARM_UP + steps):
             bar.step("warming up" if number < _WARM_UP else "measuring")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import keras
@@ -83,23 +83,6 @@ def readers_of(program: Program) -> dict[str, tuple[int, ...]]:
     return {variable.name: reads[variable.name] for variable in program.roles.variables if variable.name in reads}
 
 
-def optimizer_variables(updates: Sequence[GroupUpdate]) -> dict[tuple[int, ...], tuple[Variable, ...]]:
-    """Returns the optimizer's variables of each parameter group."""
-    return {
-        update.stages: tuple(
-            dict.fromkeys(v for v in update.apply.variables.values() if v.kind is VariableKind.OPTIMIZER)
-        )
-        for update in updates
-    }
-
-
-def stored_in_shards(updates: Sequence[GroupUpdate]) -> frozenset[str]:
-    """Returns the parameters of which devices keep only their shards."""
-    return frozenset(
-        itertools.chain.from_iterable(update.shards.stored for update in updates if update.shards is not None)
-    )
-
-
 def whole_tables(table: VariableTable, program: Program, updates: Sequence[GroupUpdate]) -> dict[str, str]:
     """Returns the parameters of which rows are looked up, but which each device keeps whole, and why.
 
@@ -111,7 +94,7 @@ def whole_tables(table: VariableTable, program: Program, updates: Sequence[Group
     reasons: dict[str, str] = {}
     for stage in program.stages:
         reasons |= stage.whole_tables
-    for name in sorted(frozenset().union(*(stage.looked_up for stage in program.stages)) - stored_in_shards(updates)):
+    for name in sorted(frozenset().union(*(stage.looked_up for stage in program.stages)) - _stored_in_shards(updates)):
         constraint = table.keras_variables[name].constraint
         if constraint is not None:
             reasons[name] = f"its constraint, {type(constraint).__name__}, may compare rows"
@@ -120,44 +103,70 @@ def whole_tables(table: VariableTable, program: Program, updates: Sequence[Group
     return reasons
 
 
-def holdings(
-    table: VariableTable,
-    owners: Mapping[str, tuple[int, ...]],
-    optimizer: Mapping[tuple[int, ...], Sequence[Variable]],
-    stage_devices: Sequence[Sequence[str]],
-    storage_devices: StorageDevices | None = None,
-    in_shards: Container[str] = frozenset(),
-) -> list[Holding]:
-    """Returns the variables that devices keep.
+@dataclasses.dataclass(frozen=True)
+class Arrangement:
+    """The decision which stages, and so which devices, keep which variables.
 
-    Args:
-        table: names of the variables.
+    Attributes:
         owners: variable of the model -> the stages that keep it.
         optimizer: stages -> the optimizer's variables of their parameter group.
-        stage_devices: for each stage the names of its devices.
-        storage_devices: the devices of variables that were placed one by one.
         in_shards: the variables of the model of which each of their devices keeps a shard.
+        storage_devices: the devices of variables that were placed one by one.
     """
-    by_stages: dict[tuple[int, ...], list[Variable]] = {}
-    for name, stages in owners.items():
-        variable = table.describe(name)
-        if name in in_shards:
-            count = len({device for stage in stages for device in stage_devices[stage]})
-            variable = dataclasses.replace(variable, shards=count)
-        by_stages.setdefault(stages, []).append(variable)
-    for stages, variables in optimizer.items():
-        by_stages.setdefault(stages, []).extend(variables)
-    held = []
-    for stages, variables in sorted(by_stages.items()):
-        together: dict[tuple[tuple[str, ...], int], list[Variable]] = {}
-        for variable in variables:
-            placed = [(storage_devices or {}).get((stage, variable.storage_name)) for stage in stages]
-            devices = [
-                device
-                for stage, own in zip(stages, placed, strict=True)
-                for device in (stage_devices[stage] if own is None else own)
-            ]
-            together.setdefault((tuple(dict.fromkeys(devices)), variable.shards), []).append(variable)
-        for part, ((kept_on, _), group) in enumerate(together.items()):
-            held.append(Holding(stages, kept_on, tuple(group), part))
-    return held
+
+    owners: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    optimizer: Mapping[tuple[int, ...], Sequence[Variable]] = dataclasses.field(default_factory=dict)
+    in_shards: frozenset[str] = frozenset()
+    storage_devices: StorageDevices = dataclasses.field(default_factory=dict)
+
+    def extended(self, program: Program, updates: Sequence[GroupUpdate]) -> Arrangement:
+        """Returns the arrangement for the variables of another program, too. Training decides, by its ``updates``."""
+        reads = readers_of(program)
+        if not updates:
+            return dataclasses.replace(self, owners={**reads, **self.owners})
+        owners = {**{name: stages for name, stages in self.owners.items() if name not in reads}, **reads}
+        optimizer = {
+            update.stages: tuple(
+                dict.fromkeys(v for v in update.apply.variables.values() if v.kind is VariableKind.OPTIMIZER)
+            )
+            for update in updates
+        }
+        return Arrangement(owners, optimizer, _stored_in_shards(updates), self.storage_devices)
+
+    def holdings(self, table: VariableTable, stage_devices: Sequence[Sequence[str]]) -> list[Holding]:
+        """Returns the variables that devices keep.
+
+        Args:
+            table: names of the variables.
+            stage_devices: for each stage the names of its devices.
+        """
+        by_stages: dict[tuple[int, ...], list[Variable]] = {}
+        for name, stages in self.owners.items():
+            variable = table.describe(name)
+            if name in self.in_shards:
+                count = len({device for stage in stages for device in stage_devices[stage]})
+                variable = dataclasses.replace(variable, shards=count)
+            by_stages.setdefault(stages, []).append(variable)
+        for stages, variables in self.optimizer.items():
+            by_stages.setdefault(stages, []).extend(variables)
+        held = []
+        for stages, variables in sorted(by_stages.items()):
+            together: dict[tuple[tuple[str, ...], int], list[Variable]] = {}
+            for variable in variables:
+                placed = [self.storage_devices.get((stage, variable.storage_name)) for stage in stages]
+                devices = [
+                    device
+                    for stage, own in zip(stages, placed, strict=True)
+                    for device in (stage_devices[stage] if own is None else own)
+                ]
+                together.setdefault((tuple(dict.fromkeys(devices)), variable.shards), []).append(variable)
+            for part, ((kept_on, _), group) in enumerate(together.items()):
+                held.append(Holding(stages, kept_on, tuple(group), part))
+        return held
+
+
+def _stored_in_shards(updates: Sequence[GroupUpdate]) -> frozenset[str]:
+    """Returns the parameters of which devices keep only their shards."""
+    return frozenset(
+        itertools.chain.from_iterable(update.shards.stored for update in updates if update.shards is not None)
+    )

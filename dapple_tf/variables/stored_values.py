@@ -25,11 +25,14 @@ from graph_passes.ir.tensorflow_bridge import dtype_size
 _BUCKET_BYTES = 2**26
 
 
-class Run(Protocol):
-    """Runs nodes of a session's graph: what to fetch, and placeholders' values."""
+class Session(Protocol):
+    """A session, and its graph."""
 
-    def __call__(self, fetches: Any, feed: Mapping[str, Any] | None = None, /) -> Any:
-        """Returns the values of the fetches."""
+    def run(self, fetches: Any, feed: Mapping[str, Any] | None = None, /) -> Any:
+        """Runs nodes of the graph with placeholders' values; returns the values of the fetches."""
+
+    def add(self, graph: GraphDef, name: str, /) -> None:
+        """Adds a graph, under a name."""
 
 
 class StoredValues:
@@ -38,22 +41,15 @@ class StoredValues:
     Nodes that load and save them are made on first use; from then on only ``rearrange`` changes the holdings.
     """
 
-    def __init__(
-        self,
-        table: VariableTable,
-        holdings: Callable[[], list[Holding]],
-        run: Run,
-        add: Callable[[GraphDef, str], None],
-    ) -> None:
+    def __init__(self, table: VariableTable, holdings: Callable[[], Sequence[Holding]], session: Session) -> None:
         """Starts with nothing on the devices.
 
         Args:
             table: names of the variables.
             holdings: returns what devices keep.
-            run: runs nodes of the session's graph.
-            add: adds a graph to the session's, under a name.
+            session: the session.
         """
-        self._table, self._holdings, self._run, self._add = table, holdings, run, add
+        self._table, self._holdings, self._session = table, holdings, session
         self._nodes: StorageNodes | None = None
         self._numbers = itertools.count()  # of graphs that have been added
         self._rate: float | None = None  # that the devices have
@@ -97,7 +93,7 @@ class StoredValues:
             dataclasses.replace(h, variables=tuple(v for v in h.variables if v.name not in initials)) for h in holdings
         ]
         nodes = StorageNodes([holding for holding in known if holding.variables], self._prefix())
-        self._add(nodes.graph, nodes.prefix)
+        self._session.add(nodes.graph, nodes.prefix)
         self._feed(nodes, given)
 
     def _feed(self, nodes: StorageNodes, given: Mapping[str, Any]) -> None:
@@ -108,7 +104,7 @@ class StoredValues:
         for holding, places, own in zip(nodes.holdings, nodes.feeds, nodes.loads, strict=True):
             size = sum(math.prod(v.shape) * dtype_size(v.dtype) for v in holding.variables)
             if pending and pending + size > _BUCKET_BYTES:
-                self._run(loads, feed)
+                self._session.run(loads, feed)
                 feed, loads, pending = {}, [], 0
             for place, group in zip(places, by_dtype(holding.variables).values(), strict=True):
                 values = [np.asarray(given[v.name]) if v.name in given else self._table.value(v.name) for v in group]
@@ -116,17 +112,18 @@ class StoredValues:
             loads += [f"{nodes.prefix}/{node}" for node in own]
             pending += size
         if feed:
-            self._run(loads, feed)
+            self._session.run(loads, feed)
 
-    def rearrange(self, before: Sequence[Holding]) -> None:
-        """Lets devices pass values on to the devices of the changed holdings.
+    def rearrange(self, before: Sequence[Holding], after: Sequence[Holding]) -> None:
+        """Lets devices pass values on to the devices of other holdings.
 
         Args:
             before: the holdings of which devices have values.
+            after: those of which they are to have values.
         """
         self._nodes = None
         self._loaders, self._savers = {}, {}
-        after = self._made().holdings
+        self._made(after)
         missing = self._added(rearrangement, before, after)
         if missing:
             self._bring(missing, {})
@@ -137,8 +134,8 @@ class StoredValues:
         prefix = self._prefix()
         graph, nodes, *others = make(*arguments, prefix)
         if nodes:
-            self._add(graph, prefix)
-            self._run([f"{prefix}/{node}" for node in nodes])
+            self._session.add(graph, prefix)
+            self._session.run([f"{prefix}/{node}" for node in nodes])
         return others[0] if others else None
 
     def _prefix(self) -> str:
@@ -151,14 +148,14 @@ class StoredValues:
             for bucket in _buckets(holding.variables):
                 values = other._read(holding, bucket)
                 nodes = StorageNodes([dataclasses.replace(holding, variables=bucket)], self._prefix())
-                self._add(nodes.graph, nodes.prefix)
+                self._session.add(nodes.graph, nodes.prefix)
                 self._feed(nodes, {variable.name: value for variable, value in zip(bucket, values, strict=True)})
 
     def _read(self, holding: Holding, variables: Sequence[Variable]) -> list[Any]:
         """Returns the values of some of a holding's variables."""
         graph, refs = reading(dataclasses.replace(holding, variables=tuple(variables)), prefix := self._prefix())
-        self._add(graph, prefix)
-        return self._run([f"{prefix}/{ref.node}:{ref.output}" for ref in refs])
+        self._session.add(graph, prefix)
+        return self._session.run([f"{prefix}/{ref.node}:{ref.output}" for ref in refs])
 
     def save(self, rate: keras.Variable | None, others: Collection[str] = ()) -> None:
         """Copies devices -> Keras values, each variable from the first device that keeps it.
@@ -176,7 +173,7 @@ class StoredValues:
             return
         # Fetches all before it assigns the first: after an error the model keeps consistent values.
         wanted = [[f"{nodes.prefix}/{ref.node}:{ref.output}" for ref in names] for names in nodes.saves]
-        fetched = self._run(wanted)
+        fetched = self._session.run(wanted)
         for holding, vectors in zip(nodes.holdings, fetched, strict=True):
             for vector, group in zip(vectors, by_dtype(holding.variables).values(), strict=True):
                 sizes = [math.prod(variable.shape) for variable in group]
@@ -203,11 +200,12 @@ class StoredValues:
         if missing:
             prefix = self._prefix()
             graph, values = save_each(missing, holdings, prefix)
-            self._add(graph, prefix)
+            self._session.add(graph, prefix)
             tensors = {name: f"{prefix}/{ref.node}:{ref.output}" for name, ref in values.items()}
             self._savers |= {name: tensors.get(name, "") for name in missing}
         held = [name for name in names if self._savers[name]]
-        for name, value in zip(held, self._run([self._savers[name] for name in held]) if held else (), strict=True):
+        read = self._session.run([self._savers[name] for name in held]) if held else ()
+        for name, value in zip(held, read, strict=True):
             variable = self._table.keras_variables[name]
             assign_value(variable, value.reshape(variable.shape))
 
@@ -218,16 +216,17 @@ class StoredValues:
         if missing:
             prefix = self._prefix()
             graph, loaders = load_each(missing, holdings, prefix)
-            self._add(graph, prefix)
+            self._session.add(graph, prefix)
             for name in missing:
                 feed, nodes = loaders.get(name, ("", []))
                 self._loaders[name] = f"{prefix}/{feed}:0", [f"{prefix}/{node}" for node in nodes]
         held = {self._loaders[name][0]: np.ravel(value) for name, value in values.items() if self._loaders[name][1]}
         if held:
-            self._run([node for name in values for node in self._loaders[name][1]], held)
+            self._session.run([node for name in values for node in self._loaders[name][1]], held)
 
-    def forget_rate(self) -> None:
-        """Lets the model's learning rate be loaded again, after devices got another one from elsewhere."""
+    def filled(self) -> None:
+        """Notes that devices have values from elsewhere, perhaps another learning rate than the model's."""
+        self._made()
         self._rate = None
 
     def lacks_rate(self, rate: keras.Variable | None) -> bool:
@@ -240,10 +239,10 @@ class StoredValues:
         self.load_some({self._table.name_of(rate): self._rate})
 
     @without_collection
-    def _made(self) -> StorageNodes:
+    def _made(self, holdings: Sequence[Holding] | None = None) -> StorageNodes:
         if self._nodes is None:
-            self._nodes = StorageNodes(self._holdings(), self._prefix())
-            self._add(self._nodes.graph, self._nodes.prefix)
+            self._nodes = StorageNodes(self._holdings() if holdings is None else holdings, self._prefix())
+            self._session.add(self._nodes.graph, self._nodes.prefix)
         return self._nodes
 
 

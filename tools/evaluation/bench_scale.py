@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 import dapple_tf as dapple
-from dapple_tf.execution.planned_steps import planned_step
+from dapple_tf.execution.step_builder import planned_step
 from dapple_tf.measuring.example_batch import ExampleBatch
 from dapple_tf.models import bert
 from dapple_tf.models.registry import find_model
