@@ -170,7 +170,7 @@ class Trained:
             self.pipelined.reset_metrics()
             self.pipelined.load()
             self.workers.begin(faults or {})
-            # The start of a session tells of workers that are parted, whatever the policy: test_recovery.py.
+            # The start of a session tells of workers that are parted, whatever the policy: test_elastic.py.
             results = User(self.pipelined, folder, self.workers.join).follow(script)
         assert not faults or self.workers.met or min(faults) >= self.workers.calls
         return results

@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -25,7 +25,7 @@ from dapple_tf.clusters.clocks import ClockSample
 from dapple_tf.clusters.lease import Lease
 from dapple_tf.clusters.remote_session import Call, RemoteSession, wait_for_former_calls
 from dapple_tf.clusters.serving import LONGEST_SILENCE
-from dapple_tf.clusters.tensorflow_server import ServerSettings, free_port, start_server
+from dapple_tf.clusters.tensorflow_server import ServerSettings, Started, free_port, start_server
 from dapple_tf.describe.cluster import Cluster, ClusterError
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.errors import PortTakenError, UnusableWorkersError, WorkerLostError, reason
@@ -33,8 +33,8 @@ from dapple_tf.network.control import ControlError, SilentError, join_address, s
 from dapple_tf.network.inquiry import accepted, client_name, devices, for_each, garbled, hello, lease_secret
 from dapple_tf.network.keys import Keys
 from dapple_tf.network.knocking import check_ports
-from dapple_tf.network.listening import check_private, resolve
-from dapple_tf.network.tunnels import LEAST_SILENCE, LOOPBACK, Tunnels
+from dapple_tf.network.listening import check_private
+from dapple_tf.network.tunnels import LEAST_SILENCE
 
 logger = logging.getLogger(__name__)
 
@@ -172,12 +172,7 @@ class Connection:
         def start(index: int) -> None:
             lease = leases[index]
             cluster = {"client": [join_address(lease.host, client.port)], "worker": servers}
-            order = {
-                "cluster": cluster,
-                "task": index,
-                "leader": 0,
-                "silence": silence,
-            }
+            order = {"cluster": cluster, "task": index, "leader": 0, "silence": silence}
             if self._keys is not None:
                 order["fingerprints"] = fingerprints
             try:
@@ -201,8 +196,7 @@ class Connection:
                 client.tunnels.close()
             raise
         self._clients = [join_address(lease.host, client.port) for lease in leases]
-        ends = servers if client.tunnels is None else client.tunnels.cluster["worker"]
-        self._servers = dict(zip(servers, ends, strict=True))
+        self._servers = dict(zip(servers, client.cluster["worker"], strict=True))
         return client.target
 
     def _check_ports(self) -> None:
@@ -430,21 +424,7 @@ def _counted(kinds: Mapping[str, int]) -> str:
 # ---- this process's servers
 
 
-class ClientServer(NamedTuple):
-    """This process's TensorFlow server for a cluster.
-
-    Attributes:
-        port: port at which workers reach it.
-        target: its target for sessions.
-        tunnels: the tunnels by which it is reached and reaches workers; None without TLS.
-    """
-
-    port: int
-    target: str
-    tunnels: Tunnels | None
-
-
-_servers: dict[tuple[tuple[str, ...], ...], ClientServer] = {}
+_servers: dict[tuple[tuple[str, ...], ...], Started] = {}
 
 
 def client_server(
@@ -453,7 +433,7 @@ def client_server(
     keys: Keys | None,
     fingerprints: tuple[str, ...],
     silence: float,
-) -> ClientServer:
+) -> Started:
     """Returns this process's server for a cluster; made once, as TensorFlow can't stop a server.
 
     Args:
@@ -465,44 +445,26 @@ def client_server(
     """
     key = workers, hosts, fingerprints, () if keys is None else (keys.fingerprint, str(silence))
     server = _servers.get(key)
-    if server is None or (server.tunnels is not None and not server.tunnels.alive):
-        server = _servers[key] = _start(workers, hosts, keys, fingerprints, silence)
-    elif server.tunnels is not None:
-        server.tunnels.drop()
-    return server
-
-
-def _start(
-    workers: tuple[str, ...],
-    hosts: tuple[str, ...],
-    keys: Keys | None,
-    fingerprints: tuple[str, ...],
-    silence: float,
-) -> ClientServer:
-    own = [resolve(host)[0] for host in hosts]
+    if server is not None and (server.tunnels is None or server.tunnels.alive):
+        if server.tunnels is not None:
+            server.tunnels.drop()
+        return server
+    for host in hosts if keys is None else ():
+        try:
+            check_private(host, allow_public=bool(os.environ.get("DAPPLE_TF_ALLOW_PUBLIC")), all_interfaces=False)
+        except ClusterError as error:
+            raise ClusterError(
+                f"this process reaches the workers from {host}, where it would have to listen; use a private "
+                f"network or TLS, or set DAPPLE_TF_ALLOW_PUBLIC=1 if a firewall keeps others out ({error})"
+            ) from error
     taken = {split_address(worker)[1] for worker in workers}  # Workers on this machine listen there in a moment.
     while (port := free_port(hosts[0])) in taken:
         pass
     cluster = {"client": [join_address(hosts[0], port)], "worker": list(workers)}
-    settings = ServerSettings()
-    if keys is None:
-        for host in hosts:
-            try:
-                check_private(host, allow_public=bool(os.environ.get("DAPPLE_TF_ALLOW_PUBLIC")), all_interfaces=False)
-            except ClusterError as error:
-                raise ClusterError(
-                    f"this process reaches the workers from {host}, where it would have to listen; use a private "
-                    f"network or TLS, or set DAPPLE_TF_ALLOW_PUBLIC=1 if a firewall keeps others out ({error})"
-                ) from error
-        return ClientServer(port, start_server(cluster, "client", 0, settings, port, own).target, None)
-    all_fingerprints = {"client": [""], "worker": fingerprints}
-    tunnels = Tunnels(keys, hosts, port, cluster, all_fingerprints, ("client", 0), silence=silence)
-    try:
-        start_server(tunnels.cluster, "client", 0, settings, tunnels.server_port, resolve(LOOPBACK))
-    except BaseException:
-        tunnels.close()
-        raise
-    return ClientServer(port, f"grpc://{join_address(LOOPBACK, tunnels.server_port)}", tunnels)
+    prints = {"client": [""], "worker": fingerprints}
+    server = start_server(cluster, ("client", 0), ServerSettings(), hosts, port, keys, prints, silence=silence)
+    _servers[key] = server
+    return server
 
 
 def any_started() -> bool:

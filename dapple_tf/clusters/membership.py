@@ -18,7 +18,7 @@ from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.hardware import clean
 from dapple_tf.errors import ClusterError
 from dapple_tf.network.control import ControlError
-from dapple_tf.network.inquiry import client_name, devices, for_each, hello, inventory, lease_secret
+from dapple_tf.network.inquiry import client_name, devices, for_each, inventory, status
 from dapple_tf.planning.replanning import Deployment, Growth, Replanner
 
 logger = logging.getLogger(__name__)
@@ -117,11 +117,8 @@ class Membership:
             def ask(index: int) -> None:
                 task, address = tasks[index], located[tasks[index]]
                 try:
-                    question = {"ask": "status", "secret": lease_secret(address)}
-                    channel, status = hello(task, address, question, self._seconds, keys)
-                    channel.close()
                     wanted = [cluster.devices[device] for device in cluster.devices_of_worker(task)]
-                    check_back(task, address, status, wanted)
+                    check_back(task, address, status(task, address, self._seconds, keys), wanted)
                     usable.add(cluster.addresses[task])
                 except ClusterError as error:
                     if not isinstance(error.__cause__, ControlError):  # Otherwise it isn't there.

@@ -32,8 +32,6 @@ from dapple_tf.errors import PortTakenError
 from dapple_tf.network.control import PROTOCOL, Channel, ControlError
 from dapple_tf.network.keys import Keys
 from dapple_tf.network.knocking import unreachable
-from dapple_tf.network.listening import resolve
-from dapple_tf.network.tunnels import LOOPBACK, Tunnels
 from dapple_tf.version import VERSION
 
 _T = TypeVar("_T")
@@ -381,32 +379,20 @@ def _start(
         raise _RefusedError(f"'silence' is {silence} s; it must be from 1 s to a day")
     kinds = [device["kind"] for device in inventory]
     settings = ServerSettings.of_worker(kinds.count("CPU"), kinds.count("GPU"), leader)
+    fingerprints = None
+    if machine.keys is not None:
+        fingerprints = {"client": [client], "worker": _fingerprints(order, workers)}
+        if set(cluster) - set(fingerprints) or len(cluster.get("client", ())) > 1:
+            raise _RefusedError(f"the cluster has the jobs {list(cluster)}; it must have workers and one client")
+    place = [machine.host], port, machine.keys, fingerprints
+    everywhere = machine.all_interfaces
     try:
-        view = cluster
-        if machine.keys is None:
-            addresses = None if machine.all_interfaces else resolve(machine.host)
-            start_server(cluster, "worker", task, settings, port, addresses)
-        else:
-            fingerprints = {"client": [client], "worker": _fingerprints(order, workers)}
-            if set(cluster) - set(fingerprints) or len(cluster.get("client", ())) > 1:
-                raise _RefusedError(f"the cluster has the jobs {list(cluster)}; it must have workers and one client")
-            tunnels = Tunnels(
-                machine.keys,
-                [machine.host],
-                port,
-                cluster,
-                fingerprints,
-                ("worker", task),
-                all_interfaces=machine.all_interfaces,
-                silence=silence,
-            )
-            start_server(tunnels.cluster, "worker", task, settings, tunnels.server_port, resolve(LOOPBACK))
-            view = tunnels.cluster
+        server = start_server(cluster, ("worker", task), settings, *place, all_interfaces=everywhere, silence=silence)
     except PortTakenError:
         raise
     except ClusterError as error:
         raise _RefusedError(str(error)) from error
-    pairs = [pair for job, addresses in cluster.items() for pair in zip(addresses, view[job], strict=True)]
+    pairs = [pair for job, addresses in cluster.items() for pair in zip(addresses, server.cluster[job], strict=True)]
     return silence, {address: reached for address, reached in pairs if address != workers[task]}
 
 

@@ -18,11 +18,13 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from dapple_tf.errors import ClusterError, PortTakenError
-from dapple_tf.network.control import split_address
+from dapple_tf.network.control import join_address, split_address
+from dapple_tf.network.keys import Keys
 from dapple_tf.network.listening import Address, confine, keep_closed, resolve
+from dapple_tf.network.tunnels import LOOPBACK, Tunnels
 
 _DIRECTLY = "no_grpc_proxy"
 """Environment variable with the hosts that gRPC reaches without a proxy, in place of ``no_proxy``."""
@@ -65,30 +67,82 @@ def free_port(host: str) -> int:
         return int(trial.getsockname()[1])
 
 
+class Started(NamedTuple):
+    """A TensorFlow server of this process.
+
+    Attributes:
+        port: port at which the others reach it.
+        target: its target for sessions.
+        cluster: the cluster as it sees it: job -> where it reaches each task, its ends of tunnels with TLS.
+        tunnels: the tunnels by which it is reached and reaches others; None without TLS.
+    """
+
+    port: int
+    target: str
+    cluster: Mapping[str, Sequence[str]]
+    tunnels: Tunnels | None = None
+
+
 def start_server(
     cluster: Mapping[str, Sequence[str]],
-    job: str,
-    task: int,
+    own: tuple[str, int],
     settings: ServerSettings,
+    hosts: Sequence[str],
     port: int,
-    addresses: Sequence[Address] | None,
-) -> Server:
-    """Starts a TensorFlow server that can be reached only at these addresses; None is all of the machine's.
+    keys: Keys | None = None,
+    fingerprints: Mapping[str, Sequence[str]] | None = None,
+    *,
+    all_interfaces: bool = False,
+    silence: float = 0.0,
+) -> Started:
+    """Starts a TensorFlow server that others reach at these hosts alone, and only by tunnels if there are keys.
+
+    Args:
+        cluster: job -> "host:port" of each task.
+        own: the server's job, and its number there.
+        settings: its devices and threads.
+        hosts: this machine's addresses at which the others reach it.
+        port: the port there.
+        keys: this machine's, for TLS.
+        fingerprints: those of the tasks' certificates.
+        all_interfaces: whether it is reached at all of the machine's addresses.
+        silence: as for `Tunnels`.
 
     Raises:
         PortTakenError: the port is taken.
         ClusterError: the server can't be confined to these addresses.
     """
+    if keys is None:
+        addresses = None if all_interfaces else [address for host in hosts for address in resolve(host)]
+        return Started(port, _started(cluster, own, settings, port, addresses), cluster)
+    prints = fingerprints or {}
+    tunnels = Tunnels(keys, hosts, port, cluster, prints, own, all_interfaces=all_interfaces, silence=silence)
+    try:
+        _started(tunnels.cluster, own, settings, tunnels.server_port, resolve(LOOPBACK))
+    except BaseException:
+        tunnels.close()
+        raise
+    return Started(port, f"grpc://{join_address(LOOPBACK, tunnels.server_port)}", tunnels.cluster, tunnels)
+
+
+def _started(
+    cluster: Mapping[str, Sequence[str]],
+    own: tuple[str, int],
+    settings: ServerSettings,
+    port: int,
+    addresses: Sequence[Address] | None,
+) -> str:
+    """Starts a server at these addresses, None is all of the machine's; returns its target."""
     _go_past_proxies(cluster)
     try:
         with contextlib.nullcontext() if addresses is None else keep_closed(port):
-            server = Server(serialized(cluster, job, task, settings))
+            server = Server(serialized(cluster, *own, settings))
             if addresses is not None:
                 confine(port, addresses)
         server.start()
     except LibraryError as error:
         raise PortTakenError(f"no server can be started on port {port}: is it taken? ({error})") from error
-    return server
+    return server.target
 
 
 def _go_past_proxies(cluster: Mapping[str, Sequence[str]]) -> None:

@@ -503,15 +503,14 @@ class Elastic:
         replayed = len(self.log.batches)
         try:
             self.restart(growth.deployment)
-        except (ClusterError, DappleError) as error:
+        except BaseException as error:
             give_back(growth.deployment.cluster)
+            if not isinstance(error, ClusterError | DappleError):  # Ctrl-C
+                self._give_up()
+                raise
             self.members.put_off()
             self._recover(WorkerLostError(f"taking in workers {', '.join(growth.added)} failed: {error}"))
             return
-        except BaseException:  # Ctrl-C
-            give_back(growth.deployment.cluster)
-            self._give_up()
-            raise
         record = GrowthRecord(
             growth.added, self.steps, began, replayed, time.time() - began, growth.present, growth.latency
         )

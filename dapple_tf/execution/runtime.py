@@ -95,8 +95,7 @@ class Runtime:
         self._watched: dict[int, tuple[tf.Variable, str]] = {}  # TensorFlow's variable -> name
         self._others: list[tuple[Watcher, list[tf.Variable]]] = []  # models that may have newer values of some
         self._version = 0
-        self._known: VariableTable | None = None  # the table whose variables are watched, and how many it had
-        self._count = 0
+        self._known: tuple[VariableTable, int] | None = None  # whose variables are watched, and how many it had
         self._apart = False  # whether it trains its own values
 
         def make(deployment: Deployment, log: Log) -> Engine:
@@ -166,13 +165,10 @@ class Runtime:
         """Watches all variables whose newest values may be on the devices."""
         if self._apart:
             return
-        table = self.engine.table
-        if self._known is not table or self._count != len(table.keras_variables):
-            self._known, self._count = table, len(table.keras_variables)
-            before, held = (
-                self._watched,
-                {name: tensorflow_variable(variable) for name, variable in self.values.watched.items()},
-            )
+        known = self.engine.table, len(self.engine.table.keras_variables)
+        if self._known != known:
+            self._known, before = known, self._watched
+            held = {name: tensorflow_variable(variable) for name, variable in self.values.watched.items()}
             self._watched = {id(variable): (variable, name) for name, variable in held.items()}
             unwatch([variable for key, (variable, _) in before.items() if key not in self._watched], self)
             watch(held.values(), self)

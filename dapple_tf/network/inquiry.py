@@ -69,9 +69,7 @@ def inventory(addresses: Sequence[str], seconds: float, keys: Keys | None = None
     lenders: dict[str, int] = {}
 
     def ask(task: int) -> None:
-        channel, answer = hello(task, addresses[task], {"ask": "status"}, seconds, keys)
-        channel.close()
-        inventories[task] = devices(task, addresses[task], answer)
+        inventories[task] = devices(task, addresses[task], status(task, addresses[task], seconds, keys))
 
     for_each(ask, len(addresses))
     for task, address in enumerate(addresses):
@@ -118,15 +116,19 @@ def reachable(addresses: Sequence[str], seconds: float, keys: Keys | None = None
 
     def ask(task: int) -> None:
         try:
-            question = {"ask": "status", "secret": lease_secret(addresses[task])}
-            channel, answer = hello(task, addresses[task], question, seconds, keys)
-            channel.close()
-            free[task] = answer.get("holder") in (None, client_name())
+            free[task] = status(task, addresses[task], seconds, keys).get("holder") in (None, client_name())
         except ClusterError:
             free[task] = False
 
     for_each(ask, len(addresses))
     return [free[task] for task in range(len(addresses))]
+
+
+def status(task: int, address: str, seconds: float, keys: Keys | None) -> dict[str, Any]:
+    """Returns a worker's devices, versions and holder; see `hello`."""
+    channel, answer = hello(task, address, {"ask": "status", "secret": lease_secret(address)}, seconds, keys)
+    channel.close()
+    return answer
 
 
 def hello(
