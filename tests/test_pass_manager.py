@@ -222,10 +222,10 @@ def test_an_exception_in_a_pass_names_the_pass() -> None:
 
 
 def test_every_pass_says_what_it_requires_and_ensures_and_each_fact_has_its_maker() -> None:
-    for slot in PASSES:
-        assert isinstance(slot.pass_type.requires, tuple) and slot.pass_type.ensures  # type: ignore[attr-defined]
+    for own in PASSES:
+        assert isinstance(own.requires, tuple) and own.ensures  # type: ignore[attr-defined]
     makers = {fact.made_by: fact for fact in Fact}
-    kinds = {slot.name: slot.pass_type for slot in PASSES}
+    kinds = {own.name: own for own in PASSES}
     assert all(fact in kinds[name].ensures for name, fact in makers.items())  # type: ignore[attr-defined]
     facts = two_layers().facts
     assert not facts
@@ -241,5 +241,5 @@ def test_the_table_of_passes_is_the_pipeline() -> None:
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", text, flags=re.MULTILINE)
     assert [(int(number), name) for number, name in rows] == [
-        (pipeline().number(Looks(name=slot.name)), slot.name) for slot in PASSES
+        (pipeline().number(Looks(name=own.name)), own.name) for own in PASSES
     ]

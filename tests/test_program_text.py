@@ -152,7 +152,7 @@ def test_a_sum_over_a_slice_is_divided_by_its_weight(golden: Golden) -> None:
 
 def test_every_pass_has_a_golden_file() -> None:
     files = [path.stem for path in (pathlib.Path(__file__).parent / "golden").glob("*.txt")]
-    assert not [slot.name for slot in PASSES if not any(name.startswith(slot.name) for name in files)]
+    assert not [own.name for own in PASSES if not any(name.startswith(own.name) for name in files)]
 
 
 def test_a_program_is_printed_as_far_as_it_has_come() -> None:

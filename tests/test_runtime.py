@@ -22,7 +22,7 @@ from workers import environment
 import dapple_tf as dapple
 from dapple_tf.execution import device_session
 from dapple_tf.execution.device_session import DeviceSession
-from dapple_tf.execution.memory_limits import residuals_held
+from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.schedules.schedule_request import ScheduleError
 from dapple_tf.variables import stored_values
@@ -157,7 +157,7 @@ def test_the_runtime_counts_each_devices_own_slices() -> None:
     for shares, held in (([[3, 1]], 2), ([[1, 1]], 1)):
         plan = dapple.Plan.data_parallel(2, 48, 4, shares=shares)
         layout = Layout([["a", "b"]], 48, 48, 4, shares=plan.options["shares"])
-        assert residuals_held(plan, cluster, program, layout, lambda device: 0) == (held,)
+        assert StepPasses(plan, cluster).holds(program, layout, lambda device: 0) == (held,)
 
 
 def test_the_runtime_counts_slices_of_any_of_a_devices_stages() -> None:
@@ -166,10 +166,10 @@ def test_the_runtime_counts_slices_of_any_of_a_devices_stages() -> None:
     plan = dapple.Plan.manual([f"hidden_{stage}" for stage in range(3)], vee(2), 8, 8, "v_min")
     cluster = dapple.Cluster.local(2, memory_bytes=2000, kind="cpu")
     layout = Layout([["a"], ["b"], ["b"], ["a"]], 8, 8, 8)
-    assert residuals_held(plan, cluster, program, layout, lambda device: 1000) == (5,) * 4
-    assert residuals_held(plan, cluster, program, layout, lambda device: 1650) == (2,) * 4
+    assert StepPasses(plan, cluster).holds(program, layout, lambda device: 1000) == (5,) * 4
+    assert StepPasses(plan, cluster).holds(program, layout, lambda device: 1650) == (2,) * 4
     with pytest.raises(dapple.DappleError, match=r"stages \[0, 3\] together need 2,050 bytes"):
-        residuals_held(plan, cluster, program, layout, lambda device: 1700)
+        StepPasses(plan, cluster).holds(program, layout, lambda device: 1700)
 
 
 # ---- memory goes back to the kernel

@@ -17,8 +17,8 @@ from dapple_tf.describe.plan import Plan
 from dapple_tf.errors import DappleError, DataError, reason
 from dapple_tf.execution.builds import PREPARED_STEPS, Build, BuiltStep, StepKind, StepResult
 from dapple_tf.execution.device_session import DeviceSession
-from dapple_tf.execution.preparation import Preparation
 from dapple_tf.execution.step_builder import StepBuilder
+from dapple_tf.execution.terminal import Preparation
 from dapple_tf.execution.values import LiveValues
 from dapple_tf.execution.worker_data import WorkerData
 from dapple_tf.frontend.batch import BatchSpec

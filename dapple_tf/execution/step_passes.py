@@ -9,25 +9,25 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import keras
 
 from dapple_tf.clusters.session import collective_hint
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
+from dapple_tf.errors import DappleError
 from dapple_tf.execution.builds import Build, StepKind
-from dapple_tf.execution.memory_limits import limited_devices, residuals_held
 from dapple_tf.execution.worker_data import area_of, hosts_of
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.step_placer import StepPlacer
+from dapple_tf.simulation.device_memory import DeviceNeed
 from dapple_tf.variables.device_values import Holding, parameters_in_shards
 from dapple_tf.variables.parameter_groups import group_updates
 from graph_passes.ir.collectives import AllReduceRules
 from graph_passes.ir.group_update import GroupUpdate
-from graph_passes.ir.program import Layout, Program, VariableKind
+from graph_passes.ir.program import Layout, Program, Stage, VariableKind
 from graph_passes.ir.storage import bytes_of
 from graph_passes.ir.tasks import Phase, Schedule
 from graph_passes.pass_manager import After, Before, Pass, Pipeline
@@ -169,16 +169,60 @@ class StepPasses:
         """Returns the order of tasks for a batch; ``holdings`` are what devices keep."""
         micro_batches = len(layout.micro_batch_intervals)
         training = built.mode is Mode.TRAIN
-        holds = self.holds(built, layout, holdings) if training else None
-        return self.plan.order_tasks(micro_batches, holds=holds, active=layout.active, forward_only=not training)
-
-    def holds(self, built: Build, layout: Layout, holdings: Sequence[Holding]) -> tuple[int, ...] | None:
-        """Returns D of each stage, see `residuals_held`."""
 
         def stored(device: str) -> int:
             return self.stored_bytes(built.program, holdings, device, gradients=True)
 
-        return residuals_held(self.plan, self.cluster, built.program, layout, stored)
+        holds = self.holds(built.program, layout, stored) if training else None
+        return self.plan.order_tasks(micro_batches, holds=holds, active=layout.active, forward_only=not training)
+
+    @functools.cached_property
+    def limited_devices(self) -> Mapping[int, int]:
+        """Device -> bytes of memory, for devices whose memory limits micro-batches."""
+        if self.plan.places_operators:
+            return {}  # A stage's memory is that of several devices, within which its operators are placed.
+        devices = {device for replicas in self.plan.devices for device in replicas}
+        limits = {device: self.cluster.devices[device].memory_bytes for device in sorted(devices)}
+        return {device: limit for device, limit in limits.items() if limit is not None}
+
+    def holds(self, program: Program, layout: Layout, stored: Callable[[str], int]) -> tuple[int, ...] | None:
+        """Returns D of each stage, the number of micro-batches whose residuals its devices hold; None without a limit.
+
+        A device that runs several stages holds D micro-batches in each, or in all of them together if the policy limits
+        them together (`Policy.shares_room`).
+
+        Args:
+            program: a program with stage functions, whose bytes are counted if a device's memory is limited.
+            layout: how the batch is cut.
+            stored: name of a device -> bytes of variables, optimizer slots and gradients on it.
+
+        Raises:
+            DappleError: not even one micro-batch fits.
+        """
+        if not self.limited_devices:
+            return None
+        plan = self.plan
+        count, shared = len(layout.micro_batch_intervals), plan.policy.shares_room
+        first = layout.micro_batch_intervals[0]
+        largest = [plan.largest_slices(stage, first) for stage in range(plan.num_stages)]
+        held = [count * plan.num_stages if shared else count] * plan.num_stages
+        for device, limit in self.limited_devices.items():
+            stages = [stage for stage, replicas in enumerate(plan.devices) if device in replicas]
+            samples = [largest[stage][plan.devices[stage].index(device)] for stage in stages]
+            sizes = [_slice_bytes(program.stages[stage], own) for stage, own in zip(stages, samples, strict=True)]
+            kept = stored(self.cluster.device_names[device])
+            need = DeviceNeed(kept, sum(sizes), max(sizes), len(stages), max(samples))
+            fitting = need.fitting(limit, count, shared=shared)
+            if fitting < 1:
+                shown = f"stage {stages[0]} needs" if len(stages) == 1 else f"stages {stages} together need"
+                raise DappleError(
+                    f"{shown} {need.peak(1):,.0f} bytes for variables, gradients and the residuals of one "
+                    f"micro-batch, but device {device} has {limit:,}: use more stages, more replicas, smaller "
+                    f"micro-batches or recompute='boundary'"
+                )
+            for stage in stages:
+                held[stage] = min(held[stage], fitting)
+        return tuple(held)
 
     def stored_bytes(
         self, program: Program, holdings: Sequence[Holding], device: str, *, gradients: bool = False
@@ -210,9 +254,38 @@ class StepPasses:
             prefix: start of their names.
             uncut: whether they are for batches that can't be cut.
         """
-        asked = StagesAsked(self, mode, prefix, uncut)
-        made = [slot.stage(asked) for slot in PASSES if slot.stage is not None]
-        return self.pipeline.placed(item for item in made if item is not None)
+        training = mode is Mode.TRAIN
+        slices = (1,) * len(self.slices) if uncut else self.slices
+        return self.pipeline.placed(
+            [
+                self.assign_stages(uncut=uncut),
+                BuildForward(want_outputs=mode is Mode.PREDICT),
+                *([BuildBackward(slices)] if training else ()),
+                self._partition(mode, prefix, self.plan.global_batch_size),
+            ]
+        )
+
+    def _partition(self, mode: Mode, prefix: str, samples: int) -> Partition:
+        """Returns the pass that makes the functions, for a batch of ``samples`` samples."""
+        training, plan = mode is Mode.TRAIN, self.plan
+        sizes = self.slice_samples(mode, samples)
+        fused = self.uninterrupted if training and plan.compiled else frozenset()
+        # XLA compiles seeds into its kernels, and operators that are placed one by one have hosts of their own.
+        on_gpus = frozenset() if plan.compiled else self.on_gpus - plan.flat_stages
+        forms = tuple(
+            StageForm(
+                own.recompute,
+                jit_compile=plan.compiled and stage not in plan.spread_stages,
+                split=stage in plan.split_stages,
+                fuse=stage in fused,
+                samples=sizes[stage],
+                replicated=len(own.devices) > 1,
+                on_gpu=stage in on_gpus,
+            )
+            for stage, own in enumerate(plan.stages)
+        )
+        keepers = self.devices if "rows" in plan.shards else None
+        return Partition(forms, training, prefix, bool(self.limited_devices), keepers)
 
     def step_passes(
         self,
@@ -234,9 +307,50 @@ class StepPasses:
             first_key: the first of the collective keys.
             in_shards: the parameters of which devices keep shards.
         """
-        asked = StepAsked(self, built, kind, schedule, owners, first_key, in_shards)
-        made = [item for slot in PASSES if slot.step is not None and (item := slot.step(asked)) is not None]
-        return self.pipeline.placed(made, again=not isinstance(made[0], Replicate))
+        plan, cluster, layout, mode = self.plan, self.cluster, self.layout(kind.samples), built.mode
+        training, joins = mode is Mode.TRAIN, self.joins(built, kind.samples)
+        again = self.slice_samples(mode, kind.samples) != self.slice_samples(mode, plan.global_batch_size)
+        # Training changes variables, evaluation and prediction do in few models.
+        states = (v for v in built.program.roles.variables if v.kind is VariableKind.STATE)
+        updates = training or any(v.update is not None for v in states)
+        made: list[Pass] = [self._partition(mode, built.prefix, kind.samples)] if again else []
+        made.append(
+            Replicate(layout, cluster.host_device, owners, built.prefix, first_key, in_shards, plan.bucket_bytes)
+        )
+        if plan.backward_cuts and training:
+            made.append(CutBackward(plan.backward_cuts))
+        made.append(SplitConcat(plan.relays))
+        if updates:
+            made.append(Accumulate(built.prefix, plan.accumulates(len(layout.micro_batch_intervals))))
+        made.append(OrderTasks(schedule, cluster.device_names))
+        if updates:
+            own_graph = plan.places_operators or joins
+            update = Update(
+                built.updates,
+                owners,
+                cluster.host_device,
+                plan.bucket_bytes,
+                first_key + sum_keys(built.program, layout),
+                built.prefix,
+                plan.wait_free,
+                want_gradients=training and (kind.apart if own_graph else not kind.carries),
+                carried=built.carried if kind.carries else (),
+                head=kind.head,
+                jit_compile=plan.compiled,
+                spread=plan.spread_stages,
+                all_reduces=AllReduceRules(
+                    collective_hint(cluster),
+                    frozenset(number for number, stage in enumerate(plan.stages) if stage.all_reduce == "hierarchical"),
+                    {device.name: device.server for device in cluster.devices},
+                ),
+            )
+            made.append(update)
+        if kind.on_workers:
+            area = area_of(leaf.dtype for leaf in built.spec.leaves)
+            made.append(PlaceData(hosts_of(cluster), area, kind.in_parts))
+        if joins and not kind.apart:
+            made.append(Join(f"{built.prefix}joined_of{kind.samples}", plan.compiled))
+        return self.pipeline.placed(made, again=again)
 
     def joins(self, built: Build, samples: int) -> bool:
         """Whether training steps of this many samples are one function: on one device, with nothing to accumulate.
@@ -251,200 +365,35 @@ class StepPasses:
         return not plan.places_operators and (compiled or not plan.compiled)
 
 
-class StagesAsked(NamedTuple):
-    """The request for stage functions.
-
-    Attributes:
-        passes: the passes of the plan.
-        mode: the purpose of the functions.
-        prefix: start of their names.
-        uncut: whether they are for batches that can't be cut.
-    """
-
-    passes: StepPasses
-    mode: Mode
-    prefix: str
-    uncut: bool = False
-
-    @property
-    def training(self) -> bool:
-        """Whether there are gradients."""
-        return self.mode is Mode.TRAIN
-
-    @property
-    def slices(self) -> tuple[int, ...]:
-        """For each stage the number of slices of a full batch."""
-        return (1,) * len(self.passes.slices) if self.uncut else self.passes.slices
-
-    def partition(self, samples: int | None = None) -> Partition:
-        """Returns the pass that makes the functions, for a batch of ``samples`` samples or a full one."""
-        passes, plan = self.passes, self.passes.plan
-        sizes = passes.slice_samples(self.mode, plan.global_batch_size if samples is None else samples)
-        fused = passes.uninterrupted if self.training and plan.compiled else frozenset()
-        # XLA compiles seeds into its kernels, and operators that are placed one by one have hosts of their own.
-        on_gpus = frozenset() if plan.compiled else passes.on_gpus - plan.flat_stages
-        forms = tuple(
-            StageForm(
-                own.recompute,
-                jit_compile=plan.compiled and stage not in plan.spread_stages,
-                split=stage in plan.split_stages,
-                fuse=stage in fused,
-                samples=sizes[stage],
-                replicated=len(own.devices) > 1,
-                on_gpu=stage in on_gpus,
-            )
-            for stage, own in enumerate(plan.stages)
-        )
-        counted = bool(limited_devices(plan, passes.cluster))
-        keepers = passes.devices if "rows" in plan.shards else None
-        return Partition(forms, self.training, self.prefix, counted, keepers)
+def _slice_bytes(stage: Stage, samples: int) -> int:
+    """Returns the bytes that a stage's device keeps of a slice until its last backward task."""
+    early = stage.residual_bytes * samples + stage.fixed_residual_bytes
+    late = stage.delayed_bytes * samples + stage.fixed_delayed_bytes
+    return max(early, late)
 
 
-class StepAsked(NamedTuple):
-    """The request for a step; see `StepPasses.step_passes`."""
-
-    passes: StepPasses
-    built: Build
-    kind: StepKind
-    schedule: Schedule
-    owners: Mapping[str, Sequence[int]]
-    first_key: int
-    in_shards: frozenset[str]
-
-    @property
-    def _layout(self) -> Layout:
-        return self.passes.layout(self.kind.samples)
-
-    @property
-    def _updates(self) -> bool:
-        """Whether the step changes variables: training does, evaluation and prediction in few models."""
-        variables = self.built.program.roles.variables
-        assigned = any(v.kind is VariableKind.STATE and v.update is not None for v in variables)
-        return self.built.mode is Mode.TRAIN or assigned
-
-    @property
-    def _accumulates(self) -> bool:
-        return self.passes.plan.accumulates(len(self._layout.micro_batch_intervals))
-
-    @property
-    def _joins(self) -> bool:
-        return self.passes.joins(self.built, self.kind.samples)
-
-    def partition(self) -> Partition | None:
-        """Returns the pass for other stage functions if slices differ in size from a full batch's, else None."""
-        passes, mode = self.passes, self.built.mode
-        full = passes.slice_samples(mode, passes.plan.global_batch_size)
-        if passes.slice_samples(mode, self.kind.samples) == full:
-            return None
-        return StagesAsked(passes, mode, self.built.prefix).partition(self.kind.samples)
-
-    def replicate(self) -> Replicate:
-        """Returns the first pass of a step."""
-        return Replicate(
-            self._layout,
-            self.passes.cluster.host_device,
-            self.owners,
-            self.built.prefix,
-            self.first_key,
-            self.in_shards,
-            self.passes.plan.bucket_bytes,
-        )
-
-    def cut_backward(self) -> CutBackward | None:
-        """Returns the pass that cuts the last backwards into pieces."""
-        cuts = self.passes.plan.backward_cuts
-        return CutBackward(cuts) if cuts and self.built.mode is Mode.TRAIN else None
-
-    def accumulate(self) -> Accumulate | None:
-        """Returns the pass that sums over micro-batches."""
-        return Accumulate(self.built.prefix, self._accumulates) if self._updates else None
-
-    def order(self) -> OrderTasks:
-        """Returns the pass for the schedule."""
-        return OrderTasks(self.schedule, self.passes.cluster.device_names)
-
-    def update(self) -> Update | None:
-        """Returns the pass for reduction and optimizer."""
-        if not self._updates:
-            return None
-        built, kind, plan, cluster = self.built, self.kind, self.passes.plan, self.passes.cluster
-        apart = plan.places_operators or self._joins
-        return Update(
-            built.updates,
-            self.owners,
-            cluster.host_device,
-            plan.bucket_bytes,
-            self.first_key + sum_keys(built.program, self._layout),
-            built.prefix,
-            plan.wait_free,
-            want_gradients=built.mode is Mode.TRAIN and (kind.apart if apart else not kind.carries),
-            carried=built.carried if kind.carries else (),
-            head=kind.head,
-            jit_compile=plan.compiled,
-            spread=plan.spread_stages,
-            all_reduces=AllReduceRules(
-                collective_hint(cluster),
-                frozenset(number for number, stage in enumerate(plan.stages) if stage.all_reduce == "hierarchical"),
-                {device.name: device.server for device in cluster.devices},
-            ),
-        )
-
-    def place_data(self) -> PlaceData | None:
-        """Returns the pass that has workers take batches that they have read."""
-        if not self.kind.on_workers:
-            return None
-        return PlaceData(
-            hosts_of(self.passes.cluster), area_of(leaf.dtype for leaf in self.built.spec.leaves), self.kind.in_parts
-        )
-
-    def join(self) -> Join | None:
-        """Returns the pass that makes one function of the whole step."""
-        function = f"{self.built.prefix}joined_of{self.kind.samples}"
-        return Join(function, self.passes.plan.compiled) if self._joins and not self.kind.apart else None
-
-
-class Slot(NamedTuple):
-    """A pass in its place.
-
-    Attributes:
-        pass_type: the pass's class.
-        stage: makes it for stage functions, or returns None if these don't need it. None for a pass of steps.
-        step: the same for a step. None for a pass of stage functions, and for the passes that `StepPlacer` makes from
-            what it finds out between them.
-        ends: whether a step with this pass has no later ones.
-    """
-
-    pass_type: type[Pass]
-    stage: Callable[[StagesAsked], Pass | None] | None = None
-    step: Callable[[StepAsked], Pass | None] | None = None
-    ends: bool = False
-
-    @property
-    def name(self) -> str:
-        """The pass's name."""
-        return str(self.pass_type.name)
-
-
-PASSES: tuple[Slot, ...] = (
-    Slot(AssignStages, stage=lambda asked: asked.passes.assign_stages(uncut=asked.uncut)),
-    Slot(BuildForward, stage=lambda asked: BuildForward(want_outputs=asked.mode is Mode.PREDICT)),
-    Slot(BuildBackward, stage=lambda asked: BuildBackward(asked.slices) if asked.training else None),
-    Slot(Partition, stage=StagesAsked.partition, step=StepAsked.partition),
-    Slot(Replicate, step=StepAsked.replicate),
-    Slot(CutBackward, step=StepAsked.cut_backward),
-    Slot(SplitConcat, step=lambda asked: SplitConcat(asked.passes.plan.relays)),
-    Slot(Accumulate, step=StepAsked.accumulate),
-    Slot(OrderTasks, step=StepAsked.order),
-    Slot(Update, step=StepAsked.update),
-    Slot(PlaceData, step=StepAsked.place_data),
-    Slot(Join, step=StepAsked.join, ends=True),
-    Slot(Flatten),
-    Slot(FoldShapes),
-    Slot(ShareValues),
-    Slot(SplitOperators),
-    Slot(PlaceOperators),
+PASSES: tuple[type[Pass], ...] = (
+    AssignStages,
+    BuildForward,
+    BuildBackward,
+    Partition,
+    Replicate,
+    CutBackward,
+    SplitConcat,
+    Accumulate,
+    OrderTasks,
+    Update,
+    PlaceData,
+    Join,
+    Flatten,
+    FoldShapes,
+    ShareValues,
+    SplitOperators,
+    PlaceOperators,
 )
 """All passes, in the order in which they run. Their numbers are their positions here."""
+_ENDING = frozenset({Join.name})
+"""The passes after which a step has no later ones."""
 
 
 def pipeline(own: Sequence[After | Before] = ()) -> Pipeline:
@@ -453,5 +402,4 @@ def pipeline(own: Sequence[After | Before] = ()) -> Pipeline:
     Raises:
         PassError: an own pass has an unknown place, isn't a pass, or has another's name.
     """
-    names = {slot.name: slot.ends for slot in PASSES}
-    return Pipeline(tuple(names), frozenset(name for name, ends in names.items() if ends), tuple(own))
+    return Pipeline(tuple(str(item.name) for item in PASSES), _ENDING, tuple(own))
