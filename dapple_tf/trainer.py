@@ -16,9 +16,8 @@ import keras
 from dapple_tf.dumps.dump import dump
 from dapple_tf.errors import DappleError, DataError, WorkerLostError
 from dapple_tf.execution.builds import StepRequest, StepResult
-from dapple_tf.execution.growing import GrowthRecord
+from dapple_tf.execution.elastic import FaultRecord, GrowthRecord
 from dapple_tf.execution.notes import Note
-from dapple_tf.execution.recovery import FaultRecord
 from dapple_tf.front.compared_steps import Outcome, Reasons, Run, compare_steps, pipelined_steps
 from dapple_tf.front.keras_methods import KerasMethods
 from dapple_tf.front.verification import PlainSide, Verification, compare, computed_in
@@ -258,12 +257,12 @@ class PipelinedModel(KerasMethods):
     @property
     def faults(self) -> Sequence[FaultRecord]:
         """The faults after which training continued."""
-        return tuple(self._runtime.faults)
+        return tuple(self._runtime.elastic.faults)
 
     @property
     def growths(self) -> Sequence[GrowthRecord]:
         """The times that workers which had come back were taken in, after training continued without them."""
-        return tuple(self._runtime.growths)
+        return tuple(self._runtime.elastic.growths)
 
     @property
     def lost(self) -> WorkerLostError | None:

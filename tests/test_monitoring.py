@@ -281,11 +281,11 @@ def test_the_prediction_is_that_of_the_plan_that_runs() -> None:
         return None if pipelined.prediction is None else len(pipelined.prediction.steps)
 
     assert train(4) == 1
-    full = pipelined._runtime._deployment
+    full = pipelined._runtime.elastic.deployment
     left = Deployment(dapple.Cluster.local(1, kind="cpu"), dapple.Plan.manual([], [[0]], 1, 7))
     for deployment in (left, full):
         pipelined.sync()
-        pipelined._runtime._move(deployment)
+        pipelined._runtime.elastic.restart(deployment)
         expected = simulate(deployment.plan, PROFILE, deployment.cluster).latency
         assert pipelined.prediction is not None and pipelined.prediction.predicted == expected
         assert pipelined.prediction is pipelined.prediction

@@ -17,7 +17,6 @@ from profiled import mlp
 import dapple_tf as dapple
 from dapple_tf.common import progress
 from dapple_tf.common.progress import Progress
-from dapple_tf.execution import preparation
 from dapple_tf.execution.terminal import beside_progress_bar, without_noise
 
 # --- bars
@@ -136,8 +135,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     monkeypatch.setattr(sys, "stderr", output)
     monkeypatch.setattr(progress, "_is_watched", lambda: True)
     monkeypatch.setattr(progress, "_TICK", 1e6)
-    monkeypatch.setattr(preparation, "_PATIENCE", 0.0)
-    monkeypatch.setattr(preparation, "Progress", functools.partial(progress.Progress, mininterval=0.0))
+    monkeypatch.setattr("dapple_tf.execution.terminal._PATIENCE", 0.0)
+    monkeypatch.setattr("dapple_tf.execution.terminal.Progress", functools.partial(progress.Progress, mininterval=0.0))
     return output
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from dapple_tf.common.units import gib
 from dapple_tf.errors import ClusterError
-from dapple_tf.network.versions import own_versions
+from dapple_tf.network.inquiry import own_versions
 from dapple_tf.network.worker_process import START_SECONDS, environment
 from dapple_tf.version import VERSION
 

@@ -18,8 +18,8 @@ from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.errors import CaptureError
 from dapple_tf.execution.builds import Build, BuiltStep, Flush, StepKind, StepSource
 from dapple_tf.execution.notes import NoteLog, notes_of, pairs
-from dapple_tf.execution.preparation import Preparation
 from dapple_tf.execution.step_passes import StepPasses
+from dapple_tf.execution.terminal import Preparation
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture
 from dapple_tf.frontend.py_functions import check_py_functions

@@ -14,8 +14,16 @@ import numpy as np
 from dapple_tf.common.garbage import without_collection
 from dapple_tf.frontend.initialization import Initial, initial_of
 from dapple_tf.frontend.variables import VariableTable, assign_value, read_value
-from dapple_tf.variables.device_initialization import initialization, reading, rearrangement, removal
-from dapple_tf.variables.device_values import Holding, StorageNodes, load_each, save_each
+from dapple_tf.variables.device_values import (
+    Holding,
+    StorageNodes,
+    initialization,
+    load_each,
+    reading,
+    rearrangement,
+    removal,
+    save_each,
+)
 from graph_passes.ir.graph import GraphDef
 from graph_passes.ir.program import Variable
 from graph_passes.ir.storage import buckets, by_dtype
@@ -206,8 +214,7 @@ class StoredValues:
         held = [name for name in names if self._savers[name]]
         read = self._session.run([self._savers[name] for name in held]) if held else ()
         for name, value in zip(held, read, strict=True):
-            variable = self._table.keras_variables[name]
-            assign_value(variable, value.reshape(variable.shape))
+            assign_value(self._table.keras_variables[name], value)
 
     def load_some(self, values: Mapping[str, Any]) -> None:
         """Copies values of variables -> the devices that keep them, if any."""
@@ -220,7 +227,7 @@ class StoredValues:
             for name in missing:
                 feed, nodes = loaders.get(name, ("", []))
                 self._loaders[name] = f"{prefix}/{feed}:0", [f"{prefix}/{node}" for node in nodes]
-        held = {self._loaders[name][0]: np.ravel(value) for name, value in values.items() if self._loaders[name][1]}
+        held = {self._loaders[name][0]: np.asarray(value) for name, value in values.items() if self._loaders[name][1]}
         if held:
             self._session.run([node for name in values for node in self._loaders[name][1]], held)
 
