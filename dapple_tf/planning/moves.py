@@ -339,7 +339,7 @@ def recomputing_by_stage(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
 
 
 def even_plans(request: PlanRequest, recompute: str) -> Iterator[Plan]:
-    """Yields pipelines of stages of the same time and number of devices, on all devices: from data parallelism on.
+    """Yields pipelines of equal stages on all devices, from data parallelism on.
 
     Under DAPPLE's policies unequal stages may be better, but not when weight gradients fill the bubbles.
     """

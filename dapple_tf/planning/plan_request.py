@@ -441,7 +441,7 @@ class PlanRequest:
 
     @property
     def out_of_order(self) -> bool:
-        """Whether to search plans besides DAPPLE's; on one device, without any gain, only if nothing else will do."""
+        """Whether to search plans besides DAPPLE's; on one device, only if they are asked for."""
         formula = [policy.planning.formula for policy in self.schedules]
         gains = self.cluster.num_devices > 1 and (self._searches_k or not all(formula))
         return gains or self.asks_for_k or not any(formula)

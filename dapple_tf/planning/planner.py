@@ -565,9 +565,9 @@ class _Planner:
             best_reverse_first_k(plan.num_stages + 1, lambda carried: throughput(k, carried))
 
     def _estimate(self, plan: Plan) -> float:
-        """Estimates the seconds of a step with bubbles of the first and last micro-batch alone; infinite if none fits.
+        """Estimates the seconds of a step with bubbles of the first and last micro-batch alone.
 
-        Formula 1 of DAPPLE (section 4.1) for orders in which Bw fill bubbles.
+        Formula 1 of DAPPLE (section 4.1) for orders in which Bw fill bubbles; infinite where memory is short.
         """
         if plan not in self.estimates:
             costs = self.request.costs(self.pool.relayed(plan))

@@ -90,7 +90,10 @@ class Choice:
 
 
 def best_of(ranked: Sequence[Choice]) -> Choice:
-    """Returns the first of plans, the fastest first; on a tie DAPPLE's, or that of fewest stages, slices and bytes."""
+    """Returns the fastest of ranked plans; on a tie one of DAPPLE's.
+
+    Then the fewest stages, micro-batches and bytes decide.
+    """
 
     def complexity(choice: Choice) -> tuple[int, int, int, float]:
         plan = choice.plan
@@ -169,7 +172,7 @@ class PlanPool:
     # ---- simulation
 
     def all(self, plans: Iterable[Plan], share: float = 1.0) -> list[Choice]:
-        """Simulates plans until this share of the work is done; returns those that fit and may be among the best."""
+        """Simulates plans while less than this share of the work is done; returns what `simulate` does."""
         choices = []
         for plan in plans:
             if self.work > share * self.allowed and self.fastest < math.inf:
@@ -178,7 +181,7 @@ class PlanPool:
         return [choice for choice in choices if choice is not None]
 
     def simulate(self, plan: Plan, limit: float | None = None, *, relayed: bool = False) -> Choice | None:
-        """Returns the simulated plan; None if it doesn't fit in memory, or can't be among the best.
+        """Returns the simulated plan; None if it doesn't fit, or can't be fast enough.
 
         Args:
             plan: the plan; what the planner finds last is found for it.
@@ -215,7 +218,7 @@ class PlanPool:
         return self._enter(choice)
 
     def _enter(self, choice: Choice | None) -> Choice | None:
-        """Ranks a choice, unless it stands in for plans that the request asks for and only these count."""
+        """Ranks a choice, if the request asks for it or stand-ins count, too."""
         if choice is not None and (not self._asked_only or self.request.asks_for(choice.plan)):
             self._entered[choice.plan] = choice
             self.fastest = min(self.fastest, choice.latency)
