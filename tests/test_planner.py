@@ -31,7 +31,6 @@ from dapple_tf.planning.moves import (
     evened,
     largest_reverse_first_k,
     leanest,
-    least_seconds,
     modes_by_memory,
     modes_on,
     recomputing_by_stage,
@@ -40,6 +39,7 @@ from dapple_tf.planning.plan_reasons import shape, single_device_seconds
 from dapple_tf.planning.plan_request import DAPPLE_POLICIES, FEATURES, NAMES, PlanRequest, restraints
 from dapple_tf.planning.planner import plan
 from dapple_tf.planning.pool import Choice
+from dapple_tf.planning.search import least_seconds
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import simulate, tried
 from dapple_tf.tools.evaluation.paper_models import CONFIGS, MODELS
@@ -469,7 +469,7 @@ def test_where_memory_is_known_k_is_written_if_it_gives_the_same_order(
         assert plan.order_tasks().orders == costs.schedule.orders
 
 
-def test_even_plans_are_on_all_devices_and_fit_in_memory_and_no_order_beats_the_bound() -> None:
+def test_even_plans_are_on_all_devices_and_no_order_beats_the_bound() -> None:
     profile = profile_of(parameters=10**6, size=1e7)
     roomy = [*even_plans(request_of(profile, FOUR, 16), "none")]
     assert [candidate.replicas for candidate in roomy] == [(4,), (2, 2), (1, 1, 1, 1)]
@@ -478,7 +478,8 @@ def test_even_plans_are_on_all_devices_and_fit_in_memory_and_no_order_beats_the_
         assert least_seconds(costs) <= simulate(costs.plan, profile, FOUR).latency
     tight = cluster_of(1, 1, 1, 1, memory=9_000_000)  # 16 MB for all layers, 2 layers to a device with gradients: 4 MB
     request = request_of(profile_of(parameters=10**6), tight, 16)
-    assert [candidate.replicas for candidate in even_plans(request, "none")] == [(1, 1, 1, 1)]
+    fitting = [plan for plan in even_plans(request, "none") if min(request.costs(plan).holds or (1,)) > 0]
+    assert [candidate.replicas for candidate in fitting] == [(1, 1, 1, 1)]
 
 
 # ---- out of order: choices

@@ -46,6 +46,7 @@ class PlanReport:
 
     Attributes:
         latency: time of the plan.
+        formula_latency: L of formula 2 (DAPPLE, section 4.1), which the search minimised.
         speedup: over one device with its best number of micro-batches.
         data_parallel: time of the best data parallelism on all devices; None if that isn't possible.
         data_parallel_note: why it isn't possible.
@@ -66,6 +67,7 @@ class PlanReport:
     """
 
     latency: float
+    formula_latency: float
     speedup: float
     data_parallel: float | None
     data_parallel_note: str
@@ -130,9 +132,8 @@ def parse_report(data: object) -> PlanReport:
         ValueError: the data isn't a report.
     """
     decoder = Decoder(ValueError, {**TEXTS, int: _NUMBER, float: _NUMBER})
-    if isinstance(data, dict):  # Earlier versions had these.
-        gone = (("overlap", bool), ("all_reduce", str), ("formula_latency", int | float))
-        assumed = [key for key, kind in gone if isinstance(data.get(key), kind)]
+    if isinstance(data, dict):  # Earlier versions assumed these.
+        assumed = [key for key, kind in (("overlap", bool), ("all_reduce", str)) if isinstance(data.get(key), kind)]
         data = {key: value for key, value in data.items() if key not in assumed}
     try:
         report: PlanReport = decoder.read(PlanReport, data, "report")

@@ -5,43 +5,40 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from dapple_tf.common.units import counted, gib
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.plan_report import PlanReport, StageReport
 from dapple_tf.describe.profile import Profile
-from dapple_tf.planning import moves
-from dapple_tf.planning.plan_request import PlanRequest, restraints
+from dapple_tf.planning.plan_request import PlanRequest, groups, most_groups, restraints
 from dapple_tf.planning.pool import Choice
 from dapple_tf.planning.search import pipeline_latency, stage_times
 from dapple_tf.planning.stage_cuts import by_memory
 from dapple_tf.simulation.cost import CostModel
-from dapple_tf.simulation.simulator import Simulation
+from dapple_tf.simulation.simulator import Simulation, run
 from dapple_tf.view.timeline import ALL_REDUCE, SEND
 
 
-def report(
-    request: PlanRequest,
-    best: Simulation,
-    *,
-    runner_up: tuple[Plan, float] | None = None,
-    data_parallel: float | None = None,
-    one_device: float | None = None,
-    dapple: Choice | None = None,
-) -> PlanReport:
+def report(request: PlanRequest, chosen: Choice, known: Sequence[Choice], dapple: Choice | None = None) -> PlanReport:
     """Reports a plan's expected step, and why it was chosen.
 
     Args:
         request: the request.
-        best: the plan's simulated step.
-        runner_up: the best plan with other stages or replicas, and its latency; None if there was none.
-        data_parallel: latency of data parallelism on all devices; None if that doesn't fit.
-        one_device: latency on a single device, simulated like the others; None if that doesn't fit.
+        chosen: the plan.
+        known: the plans that it is compared with, the fastest first.
         dapple: the best plan under DAPPLE's policies, if others were searched.
     """
-    costs, plan = best.costs, best.costs.plan
+
+    def fastest(wanted: Callable[[Plan], bool]) -> Choice | None:
+        return next((choice for choice in known if wanted(choice.plan)), None)
+
+    best, costs, plan = run(chosen.costs), chosen.costs, chosen.plan
+    replicas = tuple(map(len, dict.fromkeys(plan.devices)))
+    runner_up = fastest(lambda plan: plan.replicas != replicas)
+    one_device = fastest(lambda plan: plan.replicas == (1,))
+    data_parallel = fastest(lambda plan: plan.replicas == (request.cluster.num_devices,))
     total = sum(best.busy.values()) or 1.0
     busy = [0.0] * plan.num_stages
     for span in best.spans:
@@ -61,30 +58,30 @@ def report(
                 memory_limit=limit,
             )
         )
-    pace = f"stage {min(range(plan.num_stages), key=lambda stage: best.bubbles[stage])}"
-    if len(set(plan.devices)) == plan.num_stages:  # as the formula has it
-        pace = _stage_name(pipeline_latency(stage_times(costs), len(costs.micro_batches)).pivot)
-    single = one_device
-    if single is None:
-        single = single_device_seconds(request.profile, request.batch)
+    apart = len(set(plan.devices)) == plan.num_stages  # as the formula has it
+    straight = costs if apart or dapple is None else dapple.costs
+    formula = pipeline_latency(stage_times(straight), len(straight.micro_batches))
+    busiest = min(range(plan.num_stages), key=lambda stage: best.bubbles[stage])
+    single = one_device.latency if one_device else single_device_seconds(request.profile, request.batch)
     return PlanReport(
         latency=best.latency,
+        formula_latency=formula.latency,
         speedup=single / best.latency if best.latency else 1.0,
-        one_device=one_device,
-        data_parallel=data_parallel,
-        data_parallel_note="" if data_parallel is not None else _why_not_data_parallel(request),
-        runner_up=None if runner_up is None else runner_up[1],
-        runner_up_text="" if runner_up is None else shape(runner_up[0]),
-        runner_up_note="" if runner_up is None or runner_up[1] > best.latency else _excess(runner_up[0], plan),
-        pivot=pace,
+        one_device=one_device.latency if one_device else None,
+        data_parallel=data_parallel.latency if data_parallel else None,
+        data_parallel_note="" if data_parallel else _why_not_data_parallel(request),
+        runner_up=runner_up.latency if runner_up else None,
+        runner_up_text=shape(runner_up.plan) if runner_up else "",
+        runner_up_note=_excess(runner_up.plan, plan) if runner_up and runner_up.latency <= best.latency else "",
+        pivot=_stage_name(formula.pivot) if apart else f"stage {busiest}",
         limited_by=_limit(best),
         stages=tuple(stages),
         fingerprint=plan.fingerprint,
         restraints=restraints(plan),
         idle_devices=request.cluster.num_devices - len(_used(plan)),
-        out_of_order="" if dapple is None else moves.name(plan),
-        dapple=None if dapple is None else dapple.latency,
-        dapple_text="" if dapple is None else _policy_and_shape(dapple.plan),
+        out_of_order=_out_of_order(plan) if dapple else "",
+        dapple=dapple.latency if dapple else None,
+        dapple_text=_policy_and_shape(dapple.plan) if dapple else "",
     )
 
 
@@ -243,6 +240,22 @@ def shape(plan: Plan) -> str:
     elif set(replicas) == {1}:
         name = f"straight pipeline of {plan.num_stages} stages"
     return f"{name}, {counted(plan.micro_batches, 'micro-batch')}"
+
+
+def _out_of_order(plan: Plan) -> str:
+    """Returns a plan's out-of-order options: ``zb_h2, stages 0-3 and 4-7 in chunks, k = 2``; else empty."""
+    parts = [str(plan.policy)] if not plan.policy.planning.formula else []
+    most = most_groups(plan)
+    if most > 1:
+        parts.append(f"{most} stages on each device")
+    cut = [f"{stages[0]}-{stages[-1]}" for stages, _ in groups(plan) if len(stages) > 1]
+    if cut and most == 1:
+        parts.append(f"wait-free reduction of chunks (stages {', '.join(cut)})")
+    if plan.reverse_first_k:
+        parts.append(f"reverse first-k with k = {plan.reverse_first_k}")
+    if plan.carried_updates:
+        parts.append(f"{plan.carried_updates} updates during the next step's forward")
+    return ", ".join(parts)
 
 
 def _policy_and_shape(plan: Plan) -> str:

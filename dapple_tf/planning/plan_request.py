@@ -46,18 +46,25 @@ class Feature:
     restraint: str = ""
 
 
+def groups(plan: Plan) -> list[tuple[list[int], tuple[int, ...]]]:
+    """Returns the runs of consecutive stages with equal devices, and these devices."""
+    runs = itertools.groupby(range(plan.num_stages), key=lambda stage: plan.devices[stage])
+    return [(list(stages), devices) for devices, stages in runs]
+
+
+def most_groups(plan: Plan) -> int:
+    """Returns the most groups of stages that a device has."""
+    return max(Counter(device for _, devices in groups(plan) for device in devices).values())
+
+
 def has_chunks(plan: Plan) -> bool:
     """Returns whether a replicated stage is cut into chunks: stages in a row on the same devices, and only these."""
-    runs = [(devices, len(list(stages))) for devices, stages in itertools.groupby(plan.devices)]
-    used = Counter(device for devices, _ in runs for device in devices)
-    return max(used.values()) == 1 and any(count > 1 and len(devices) > 1 for devices, count in runs)
+    return any(len(stages) > 1 < len(devices) for stages, devices in groups(plan)) and most_groups(plan) == 1
 
 
 def has_several_stages(plan: Plan) -> bool:
     """Returns whether a device has several stages that aren't chunks."""
-    runs = [(devices, len(list(stages))) for devices, stages in itertools.groupby(plan.devices)]
-    used = Counter(device for devices, _ in runs for device in devices)
-    return max(used.values()) > 1 or any(count > 1 and len(devices) == 1 for devices, count in runs)
+    return any(len(stages) > 1 == len(devices) for stages, devices in groups(plan)) or most_groups(plan) > 1
 
 
 FEATURES = (
@@ -395,8 +402,12 @@ class PlanRequest:
         return tuple(kind for kind in SHARDS if wanted[kind])
 
     @property
-    def derives(self) -> bool:
-        """Whether to search plans that aren't DAPPLE's, with chunks, say."""
+    def asks_for_k(self) -> bool:
+        """Whether plans have a given k, and so chunks."""
+        return self.first_k not in (0, AUTO)
+
+    @property
+    def _searches_k(self) -> bool:
         return self._automatic or self.first_k != 0
 
     @property
@@ -426,22 +437,27 @@ class PlanRequest:
     @property
     def for_one_stage(self) -> list[Policy]:
         """Those for plans of one stage; none if a k was asked for."""
-        simple = self.first_k in (0, AUTO)
-        return [policy for policy in self.schedules if policy in self.straight] if simple else []
+        return [] if self.asks_for_k else [policy for policy in self.schedules if policy in self.straight]
 
     @property
     def out_of_order(self) -> bool:
-        """Whether to derive other plans from DAPPLE's that the search finds."""
-        return self.derives or not all(policy.planning.formula for policy in self.schedules)
+        """Whether to search plans besides DAPPLE's; on one device, only if they are asked for."""
+        formula = [policy.planning.formula for policy in self.schedules]
+        gains = self.cluster.num_devices > 1 and (self._searches_k or not all(formula))
+        return gains or self.asks_for_k or not any(formula)
 
     def allows(self, feature: str) -> bool:
         """Returns whether plans may have a feature, by its name in `dapple_tf.planning.plan_request`."""
         return feature in self.features
 
+    def asks_for(self, plan: Plan) -> bool:
+        """Returns whether a plan has a policy and a k that the planner may choose."""
+        return plan.policy in self.schedules and (not self.asks_for_k or plan.reverse_first_k > 0)
+
     @property
     def chunks(self) -> bool:
         """Whether to cut replicated stages into chunks, so that gradients are reduced while others are computed."""
-        return self.derives and self.allows("chunks")
+        return self._searches_k and self.allows("chunks")
 
     def plan(
         self, cuts: Iterable[str], devices: Iterable[Iterable[int]], micro_batches: int, recompute: str = "none"

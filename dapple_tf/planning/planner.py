@@ -23,14 +23,12 @@ from dapple_tf.common.garbage import without_collection
 from dapple_tf.common.progress import Progress
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.describe.plan_report import PlanReport
 from dapple_tf.describe.profile import Profile
 from dapple_tf.errors import names_checked
 from dapple_tf.planning.moves import (
     even_plans,
     largest_reverse_first_k,
     leanest,
-    least_seconds,
     more_stages,
     recomputing_by_stage,
     same_stages,
@@ -42,12 +40,11 @@ from dapple_tf.planning.plan_reasons import attempts, report, shortage
 from dapple_tf.planning.plan_request import AUTO, PlanRequest, has_chunks
 from dapple_tf.planning.pool import NEAR, TIE, Choice, PlanPool, best_of, simplest
 from dapple_tf.planning.reductions import competes
-from dapple_tf.planning.search import Candidate, Search, coarsened, pipeline_latency, stage_times
-from dapple_tf.planning.stage_cuts import by_time
+from dapple_tf.planning.search import Candidate, Search, coarsened, least_seconds, pipeline_latency, stage_times
 from dapple_tf.schedules.out_of_order import best_reverse_first_k
 from dapple_tf.schedules.policies import BUILT_IN
 from dapple_tf.schedules.policy import Placement, Policy
-from dapple_tf.simulation.simulator import run, tried
+from dapple_tf.simulation.simulator import tried
 
 _Arguments = ParamSpec("_Arguments")
 logger = logging.getLogger(__name__)
@@ -86,8 +83,6 @@ _PROBED = 8
 """Number of DAPPLE's plans of which a few variants are tried, beginning with the fastest apart from bubbles."""
 _VARIED = 2
 """Number of DAPPLE's plans of which all variants are tried, if work is left."""
-_LEADING = 4
-"""Number of leading plans explored further: more variants, and their neighbours."""
 _LIKELY = 6
 """Number of policies tried for the same stages where all are allowed."""
 _SORTING = 0.2
@@ -179,19 +174,10 @@ def rivals(request: PlanRequest) -> list[Plan]:
         search = _searched(request)
     except PlanError:  # Nothing fits.
         return []
-    best = search.plan()
-    assert best.report is not None
-    known = best.report
-    timed = {best: known.latency}
+    timed = {search.plan(): search.best.latency}
     for choice in search.simple():
-        if choice.latency <= _RIVAL * known.latency and choice.plan not in timed:
-            reasons = report(
-                request,
-                run(choice.costs),
-                runner_up=(best, known.latency),
-                data_parallel=known.data_parallel,
-                one_device=known.one_device,
-            )
+        if choice.latency <= _RIVAL * search.best.latency and choice.plan not in timed:
+            reasons = report(request, choice, [search.best, *search.known])
             timed[dataclasses.replace(choice.plan, report=reasons)] = choice.latency
     return sorted(timed, key=lambda plan: timed[plan])
 
@@ -249,7 +235,6 @@ class _Planner:
         """
         started = time.perf_counter()
         self.request, self.profile, self.cluster = request, request.profile, request.cluster
-        self.even_cuts: dict[int, list[str]] = {}
         self.estimates: dict[Plan, float] = {}
         # Time may grow with the cluster: on a quick core 1 s on 16 devices, 5 s on 64, a minute on thousands.
         size = max(1.0, self.cluster.num_devices / 16)
@@ -262,10 +247,8 @@ class _Planner:
         self.leanest = min(request.searched, key=lambda policy: (policy.needs_all, policy.planning.rank))
         self._search_by_formula()
         self.known = self.pool.ranked()
-        dapple = best_of(simplest(self.known, request.least_gain))
-        assert dapple is not None
-        self.best = self.dapple = dapple
-        if self._derives():
+        self.best = self.dapple = best_of(simplest(self.known, request.least_gain))
+        if request.out_of_order:
             self.pool.allowed, self.pool.work = _DERIVING * _WORK * min(8.0, size), 0.0
             self.best = self._out_of_order()
         self.bar.close()
@@ -276,12 +259,14 @@ class _Planner:
     def plan(self) -> Plan:
         """Returns the plan to choose, with K and its report."""
         best = self.best.with_warm_up()
-        return dataclasses.replace(best.plan, report=self._report(best))
+        dapple = self.dapple if self.request.out_of_order else None
+        return dataclasses.replace(best.plan, report=report(self.request, best, self.known, dapple))
 
     def _search_by_formula(self) -> None:
         pool = self.pool
         candidates = self._candidates()
-        self._data_parallel()
+        devices = range(self.cluster.num_devices)
+        self._one_stage(devices)
         alike: Counter[tuple[object, ...]] = Counter()
         # A simulation takes as many times the work as there are micro-batches: each number of them has its share.
         share = 0.5 * pool.allowed / max(1, len({entry.micro_batches for entry in candidates}))
@@ -296,7 +281,7 @@ class _Planner:
                 before = pool.work
                 self._explore(entry.make())
                 spent[entry.micro_batches] += round(pool.work - before)
-        self._one_device()
+        self._one_stage([max(devices, key=lambda device: self.cluster.devices[device].speed)])
         pool.climb(self._near)
         self._recompute_by_stage()
         for choice in pool.ranked()[:2]:
@@ -326,7 +311,7 @@ class _Planner:
         bound = math.inf
         # Whether all-reduces end during backwards shows in simulations only.
         hidden = (False,) if competes(self.cluster, range(self.cluster.num_devices)) else (True, False)
-        even: dict[str, list[_Found]] = {}
+        even: dict[str, list[Plan]] = {}
         for mode, overlap in itertools.product(request.modes, hidden):
             search = Search(
                 self.profile,
@@ -340,8 +325,8 @@ class _Planner:
             if self.pool.fastest < search.least_seconds(request.batch):
                 continue  # not even without bubbles and transfers
             if mode not in even:
-                even[mode] = self._even_plans(mode)
-            fresh = [*even[mode]]
+                even[mode] = [*even_plans(request, mode)]
+            fresh = [found for plan in even[mode] for found in self._even(plan, mode)]
             for count in self._promising(fresh):
                 self.bar.step(f"{mode}, {count} micro-batches")
                 bound = min([bound, *(entry.latency for entry in fresh)])
@@ -350,7 +335,9 @@ class _Planner:
                     replicas = tuple(int(links.replicas[step]) for step in item.steps)
                     make = functools.partial(self._plan, placements, item, count, mode)
                     fresh.append(_Found(item.latency, group, count, replicas, mode, make))
-            fresh += self._even_plans(mode, relayed=True)  # L doesn't know how long tensors wait: no bound for others
+            # L doesn't know how long tensors wait: no bound for others.
+            relayed = map(self.pool.relayed, even[mode])
+            fresh += [found for plan in relayed if plan.relays for found in self._even(plan, mode)]
             fresh.sort(key=lambda entry: entry.latency)
             for entry in itertools.islice(self._interleaved(fresh), _FIRST):
                 self._explore(entry.make())
@@ -379,38 +366,12 @@ class _Planner:
             return ranked + sorted(rest, reverse=True)
         return ranked[:_COUNTS] + ([1] if 1 in self.request.counts and ranked != [1] else [])
 
-    def _even_plans(self, recompute: str, *, relayed: bool = False) -> list[_Found]:
-        """Returns pipelines of equal stages: data parallelism, straight, and those in between."""
-        devices = self.cluster.num_devices
-        stages = [
-            count
-            for count in range(1, min(devices, len(self.profile.layers)) + 1)
-            if devices % count == 0 and (devices <= 64 or count <= 64)
-        ]
-        return [
-            entry
-            for micro_batches in self.request.counts
-            for count in stages
-            for entry in self._even(count, micro_batches, recompute, relayed)
-        ]
-
-    def _even(self, stages: int, micro_batches: int, recompute: str, relayed: bool) -> Iterator[_Found]:
-        """Yields a pipeline of stages of the same time and number of replicas, if it fits."""
-        replicas = self.cluster.num_devices // stages
-        if replicas > self.request.batch // micro_batches:
-            return
-        groups = [range(i * replicas, (i + 1) * replicas) for i in range(stages)]
-        speeds = [sum(self.cluster.devices[device].speed for device in group) for group in groups]
-        if stages not in self.even_cuts:  # asked for with each number of micro-batches and each recomputation
-            self.even_cuts[stages] = by_time(self.profile, stages, None if self.cluster.alike else speeds)
-        plan = self.request.plan(self.even_cuts[stages], groups, micro_batches, recompute)
-        if relayed and not (plan := self.pool.relayed(plan)).relays:
-            return
+    def _even(self, plan: Plan, recompute: str) -> Iterator[_Found]:
+        """Yields a plan of equal stages with its L, if it fits."""
         costs = self.request.costs(plan)
-        holds = costs.holds or (micro_batches,)
-        if min(holds) > 0:
-            latency = pipeline_latency(stage_times(costs), micro_batches).latency
-            yield _Found(latency, ("even", recompute), micro_batches, plan.replicas, recompute, lambda: plan)
+        if min(costs.holds or (1,)) > 0:
+            latency = pipeline_latency(stage_times(costs), plan.micro_batches).latency
+            yield _Found(latency, ("even", recompute), plan.micro_batches, plan.replicas, recompute, lambda: plan)
 
     def _plan(self, placements: Placements, item: Candidate, micro_batches: int, recompute: str) -> Plan:
         cuts = [self.profile.layers[bound - 1].name for bound in item.bounds[:-1]]
@@ -427,20 +388,11 @@ class _Planner:
             keyed.append((order if hopeless else min(order, rank * _STRIDE) - len(candidates), order, entry))
         yield from (entry for _, _, entry in sorted(keyed, key=lambda item: item[:2]))
 
-    def _data_parallel(self) -> None:
-        """Simulates data parallelism on all devices in any case: users want to know."""
-        devices = range(self.cluster.num_devices)
-        for count in self.request.counts:
-            if self.request.batch // count >= self.cluster.num_devices:
-                for mode in self.request.named_modes or ("none",):
-                    self.pool.simulate(self.request.plan((), [devices], count, mode), certainly=True)
-
-    def _one_device(self) -> None:
-        """Simulates one device, the first of the fastest, so that comparisons come from the same simulator."""
-        device = max(range(self.cluster.num_devices), key=lambda device: self.cluster.devices[device].speed)
-        for count in self.request.counts:
-            for mode in self.request.named_modes or ("none",):
-                self.pool.simulate(self.request.plan((), [[device]], count, mode), certainly=True)
+    def _one_stage(self, devices: Sequence[int]) -> None:
+        """Simulates a single stage on these devices in any case: users want to know."""
+        for count, mode in itertools.product(self.request.counts, self.request.named_modes or ("none",)):
+            if self.request.batch // count >= len(devices):
+                self.pool.simulate(self.request.plan((), [devices], count, mode), math.inf)
 
     # ---- simulation
 
@@ -451,16 +403,16 @@ class _Planner:
                 other = dataclasses.replace(plan, schedule=schedule)
             except PlanError:
                 continue  # A move of the user's own has given it options that this policy doesn't take.
-            self.pool.simulate(other, share=math.inf)
+            self.pool.simulate(other)
 
     def _explore(self, plan: Plan) -> None:
         """Simulates a plan under the schedule that is likely to be best."""
-        choice = self.pool.simulate(dataclasses.replace(plan, schedule=self.quickest), share=math.inf)
+        choice = self.pool.simulate(dataclasses.replace(plan, schedule=self.quickest))
         # Where memory lowers K, neighbouring stages may have equal K, and then wait for each other; P_A's falls by one
         # from stage to stage.
         limited = choice is None or choice.costs.warm_up != choice.plan.warm_up_counts()
         if limited:
-            self.pool.simulate(dataclasses.replace(plan, schedule=self.leanest), share=math.inf)
+            self.pool.simulate(dataclasses.replace(plan, schedule=self.leanest))
 
     def _recompute_by_stage(self) -> None:
         """Lets stages of the best plans keep what their own memory suffices for, even if no work is left."""
@@ -468,18 +420,11 @@ class _Planner:
             fastest = self.pool.fastest
             for start in self.pool.ranked()[:_BY_STAGE]:
                 for other in recomputing_by_stage(start.plan, self.request):
-                    self.pool.simulate(other, share=math.inf)
+                    self.pool.simulate(other)
             if self.pool.fastest == fastest:
                 break
 
     # ---- plans that aren't DAPPLE's
-
-    def _derives(self) -> bool:
-        """Returns whether to search plans besides DAPPLE's; on one device, without any gain, only if asked."""
-        request = self.request
-        asked = isinstance(request.first_k, int) and request.first_k > 0
-        asked |= not any(policy.planning.formula for policy in request.schedules)
-        return request.out_of_order and (asked or self.cluster.num_devices > 1)
 
     def _out_of_order(self) -> Choice:
         """Returns the best plan under the policies that were asked for, derived from the best ones of DAPPLE's.
@@ -490,15 +435,15 @@ class _Planner:
         request, pool, bases = self.request, self.pool, self._bases()
         pool.restrict(self.dapple)
         mode = leanest(stage.recompute for stage in bases[0].stages)
-        starts = dict.fromkeys([*bases, *even_plans(request, mode)])
+        starts = dict.fromkeys(plan for plan in [*bases, *even_plans(request, mode)] if self._estimate(plan) < math.inf)
         # DAPPLE's best plan first, to know what there is to gain.
         ranked = sorted(starts, key=lambda base: (base != bases[0], self._estimate(base)))[:_PROBED]
         probed = [(self._probe(base), index) for index, base in enumerate(ranked)]
         for _, index in sorted(entry for entry in probed if entry[0] < math.inf)[:_VARIED]:
             self._vary(ranked[index])
-        pool.climb(self._leaders, _CLIMBING, eager=True)
+        pool.climb(pool.leaders, _CLIMBING, eager=True)
         self._combine()
-        pool.climb(self._leaders, eager=True)
+        pool.climb(pool.leaders, eager=True)
         self._order_bw_of_first_stages()
         pool.try_other_relays()
         best = pool.ranked()
@@ -507,17 +452,9 @@ class _Planner:
                 f"no plan under {', '.join(map(str, request.schedules))} fits these devices and their memory, but one "
                 f"under {self.dapple.plan.schedule} does: allow that as well, such as with schedule='auto'"
             )
-        limit = best[0].latency * (1 + TIE)
-        if self.dapple in best:
-            if self.dapple.latency <= best[0].latency * (1 + request.least_gain):
-                return self.dapple
-            limit = min(limit, self.dapple.latency)
-        chosen = best_of(best, limit)
-        assert chosen is not None
-        return chosen
-
-    def _leaders(self) -> list[Choice]:
-        return self.pool.leaders(_LEADING)
+        if self.dapple in best and self.dapple.latency <= best[0].latency * (1 + request.least_gain):
+            return self.dapple
+        return best_of(best)
 
     def _bases(self) -> list[Plan]:
         """Returns the plans of DAPPLE's from which others are derived: the best, and unlike ones."""
@@ -537,7 +474,7 @@ class _Planner:
         choices = self.pool.all(same_stages(base, self.request, self.request.straight[:1]))
         for policy, count in itertools.islice(stages_per_device(base, self.request), 1):
             choices += self.pool.all(self._worth(more_stages(base, self.request, policy, count)))
-        if self.request.chunks and (base.num_stages == 1 or not choices) and self._may_gain_from_chunks(choices):
+        if self.request.chunks and base.num_stages == 1 and self._may_gain_from_chunks(choices):
             choices += self.pool.all(with_chunks(base, self.request, _PARALLEL_CHUNKS))
         return min((choice.latency for choice in choices), default=math.inf)
 
@@ -566,15 +503,15 @@ class _Planner:
     def _combine(self) -> None:
         """Tries chunks in the best plans without them (section 6 of Out-Of-Order BackProp)."""
         if self.request.chunks:
-            for place, choice in enumerate(self._leaders()):
+            for place, choice in enumerate(self.pool.leaders()):
                 # Where weight gradients fill bubbles, smaller ones fill them better.
                 if not place or self._may_gain_from_chunks([choice]):
                     self._more_chunks(choice.plan, choice.latency)
 
     def _may_gain_from_chunks(self, choices: Sequence[Choice]) -> bool:
         """Returns whether chunks of these plans may be the fastest: they can only save what follows the last task."""
-        if self.request.first_k not in (0, AUTO):
-            return True  # the request asks for chunks
+        if self.request.asks_for_k:
+            return True
         return not choices or any(choice.gains_from_cuts(self.pool.fastest) for choice in choices)
 
     def _more_chunks(self, plan: Plan, seconds: float) -> None:
@@ -614,8 +551,8 @@ class _Planner:
         def throughput(k: int, carried: int) -> float:
             order = "first_layers" if carried else "completion"
             trial = dataclasses.replace(plan, reverse_first_k=k, carried_updates=carried, reduction_order=order)
-            choice = self.pool.simulate(trial, share=1 + _FOR_K)
-            return 0.0 if choice is None or not choice.latency else plan.global_batch_size / choice.latency
+            choices = self.pool.all([trial], 1 + _FOR_K)
+            return max((plan.global_batch_size / choice.latency for choice in choices if choice.latency), default=0.0)
 
         def best_throughput(k: int) -> float:
             return max(throughput(k, carried) for carried in ({0, (k + 1) // 2, k} if carries else {0}))
@@ -630,7 +567,7 @@ class _Planner:
     def _estimate(self, plan: Plan) -> float:
         """Estimates the seconds of a step with bubbles of the first and last micro-batch alone.
 
-        Formula 1 of DAPPLE (section 4.1) for orders in which Bw fill bubbles.
+        Formula 1 of DAPPLE (section 4.1) for orders in which Bw fill bubbles; infinite where memory is short.
         """
         if plan not in self.estimates:
             costs = self.request.costs(self.pool.relayed(plan))
@@ -642,6 +579,8 @@ class _Planner:
                 + sum(time.forward + time.backward for time in times[1::2])
                 + max(time.all_reduce for time in times)
             )
+            if min(costs.holds or (1,)) < 1:
+                self.estimates[plan] = math.inf
         return self.estimates[plan]
 
     # ---- results
@@ -651,30 +590,14 @@ class _Planner:
         request, simple = self.request, []
         policies = request.for_one_stage
         for count in (self.cluster.num_devices, 1) if policies else ():
-            choice = best_of([choice for choice in self.known if choice.plan.replicas == (count,)])
+            ranked = [choice for choice in self.known if choice.plan.replicas == (count,)]
+            choice = best_of(ranked) if ranked else None
             if choice is not None and choice.plan.policy not in policies:
                 # The search has used one of DAPPLE's policies in place of those.
                 plan = dataclasses.replace(choice.plan, schedule=policies[0])
                 choice = Choice.of(tried(request.costs(plan)))
             simple += [] if choice is None else [choice.with_warm_up()]
         return simple
-
-    def _report(self, best: Choice) -> PlanReport:
-        def first(wanted: Callable[[Plan], bool]) -> Choice | None:
-            return next((choice for choice in self.known if wanted(choice.plan)), None)
-
-        replicas = tuple(map(len, dict.fromkeys(best.plan.devices)))
-        runner_up = first(lambda plan: plan.replicas != replicas)
-        single = first(lambda plan: plan.replicas == (1,))
-        parallel = first(lambda plan: plan.replicas == (self.cluster.num_devices,))
-        return report(
-            self.request,
-            run(best.costs),
-            runner_up=None if runner_up is None else (runner_up.plan, runner_up.latency),
-            data_parallel=None if parallel is None else parallel.latency,
-            one_device=None if single is None else single.latency,
-            dapple=self.dapple if self._derives() else None,
-        )
 
 
 def _splits(plan: Plan) -> bool:

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.planning.moves import least_seconds, neighbours
-from dapple_tf.planning.plan_request import AUTO, FOUND_LAST, PlanRequest, has_chunks
+from dapple_tf.planning.moves import neighbours
+from dapple_tf.planning.plan_request import FOUND_LAST, PlanRequest, has_chunks
 from dapple_tf.planning.reductions import cut_trials
 from dapple_tf.planning.relays import RelayGuess, other_way
+from dapple_tf.planning.search import least_seconds
 from dapple_tf.schedules.schedule_request import ScheduleError
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import Trial, tried
@@ -27,6 +28,8 @@ _UNNAMED = tuple(
     field.name for field in dataclasses.fields(Plan) if field.name not in ("schedule", "warm_up", "report")
 )
 """What a plan has besides its schedule."""
+_LEADING = 4
+"""Number of leading plans that are explored further: more variants, and their neighbours."""
 _RELAYED = 12
 """Number of best plans that are simulated with relays and without."""
 _LEAST_TAIL = 0.004
@@ -86,21 +89,18 @@ class Choice:
         return max(self.costs.needed_bytes(stage, count) for stage, count in enumerate(self.costs.warm_up))
 
 
-def best_of(ranked: Sequence[Choice], limit: float | None = None) -> Choice | None:
-    """Returns the fastest plan; on a tie one of DAPPLE's, then that of the fewest stages, micro-batches and bytes.
+def best_of(ranked: Sequence[Choice]) -> Choice:
+    """Returns the fastest of ranked plans; on a tie one of DAPPLE's.
 
-    Args:
-        ranked: plans, the fastest first.
-        limit: the seconds up to which plans tie with the first.
+    Then the fewest stages, micro-batches and bytes decide.
     """
-    limit = ranked[0].latency * (1 + TIE) if limit is None and ranked else limit
 
     def complexity(choice: Choice) -> tuple[int, int, int, float]:
         plan = choice.plan
         orders = (not plan.policy.planning.formula) + (plan.reverse_first_k > 0) + (plan.carried_updates > 0)
         return orders, plan.num_stages, plan.micro_batches, choice.memory
 
-    return min((choice for choice in ranked if choice.latency <= (limit or 0)), key=complexity, default=None)
+    return min((choice for choice in ranked if choice.latency <= ranked[0].latency * (1 + TIE)), key=complexity)
 
 
 def simplest(ranked: Sequence[Choice], least_gain: float) -> list[Choice]:
@@ -159,43 +159,45 @@ class PlanPool:
         """Returns the simulated plans, the fastest first."""
         return sorted(self._entered.values(), key=lambda choice: choice.latency)
 
-    def leaders(self, count: int) -> list[Choice]:
+    def leaders(self) -> list[Choice]:
         """Returns the best plans near the first; one for each combination of devices, policy and micro-batches."""
         ranked = self.ranked()
         varied: dict[tuple[object, ...], Choice] = {}
         for choice in ranked:
-            if choice.latency > NEAR * ranked[0].latency or len(varied) == count:
+            if choice.latency > NEAR * ranked[0].latency or len(varied) == _LEADING:
                 break
             varied.setdefault((choice.plan.devices, choice.plan.schedule, choice.plan.micro_batches), choice)
         return list(varied.values())
 
     # ---- simulation
 
-    def all(self, plans: Iterable[Plan]) -> list[Choice]:
-        """Simulates plans; returns the choices that fit and may be fast."""
-        return [choice for plan in plans if (choice := self.simulate(plan)) is not None]
+    def all(self, plans: Iterable[Plan], share: float = 1.0) -> list[Choice]:
+        """Simulates plans while less than this share of the work is done; returns what `simulate` does."""
+        choices = []
+        for plan in plans:
+            if self.work > share * self.allowed and self.fastest < math.inf:
+                break
+            choices.append(self.simulate(plan))
+        return [choice for choice in choices if choice is not None]
 
-    def simulate(self, plan: Plan, *, certainly: bool = False, share: float = 1.0) -> Choice | None:
-        """Returns the simulated plan; None if it doesn't fit in memory, or isn't worth simulating.
-
-        It isn't when this share of the work is done, or when it can't be among the best.
+    def simulate(self, plan: Plan, limit: float | None = None, *, relayed: bool = False) -> Choice | None:
+        """Returns the simulated plan; None if it doesn't fit, or can't be fast enough.
 
         Args:
             plan: the plan; what the planner finds last is found for it.
-            certainly: simulates it in any case, and to the end.
-            share: the share of the work allowed.
+            limit: the seconds of the slowest plan of interest, infinite for any; None for the best ones.
+            relayed: keeps its relays.
         """
+        certainly = limit == math.inf
         request, formula = self.request, plan.policy.planning.formula
         if plan.backward_cuts:
             plan = dataclasses.replace(plan, backward_cuts=())
-        plan = self.relayed(plan)
+        plan = plan if relayed else self.relayed(plan)
         if plan.num_stages == 1 and formula and not self._asked_only:
             plan = dataclasses.replace(plan, schedule=request.searched[0])
         if plan in self.choices and (self.choices[plan] is not None or not certainly):
             return self._enter(self.choices[plan])
-        if self.work > share * self.allowed and self.fastest < math.inf and not certainly:
-            return None
-        costs, limit = request.costs(plan), math.inf if certainly else self.fastest * NEAR
+        costs = request.costs(plan)
         choice: Choice | None = None
         key: object = plan
         try:
@@ -207,8 +209,8 @@ class PlanPool:
                 choice = dataclasses.replace(known, plan=plan.with_options(**follows))
             elif key in self.choices and not certainly:
                 pass  # It doesn't fit, or is too slow.
-            elif self._may_be_fast(costs, certainly=certainly or share > 1):
-                choice = self._simulated(costs, limit)
+            elif certainly or self._may_be_fast(costs):
+                choice = self._simulated(costs, self.fastest * NEAR if limit is None else limit)
         except (PlanError, ScheduleError):
             self.work += _REFUSED
         self.choices[key] = self.choices[plan] = choice
@@ -216,28 +218,18 @@ class PlanPool:
         return self._enter(choice)
 
     def _enter(self, choice: Choice | None) -> Choice | None:
-        """Ranks a choice, if the request asks for such plans or stand-ins are wanted."""
-        if choice is not None:
-            request, plan = self.request, choice.plan
-            asked = plan.policy in request.schedules and (request.first_k in (0, AUTO) or plan.reverse_first_k > 0)
-            if asked or not self._asked_only:
-                self._entered[plan] = choice
-                self.fastest = min(self.fastest, choice.latency)
+        """Ranks a choice, if the request asks for it or stand-ins count, too."""
+        if choice is not None and (not self._asked_only or self.request.asks_for(choice.plan)):
+            self._entered[choice.plan] = choice
+            self.fastest = min(self.fastest, choice.latency)
         return choice
 
     def try_other_relays(self) -> None:
         """Simulates the best plans with relays where they have none, and without where they have some."""
         for choice in self.ranked()[:_RELAYED]:
             plan = other_way(choice.plan, self.request)
-            if plan is None:
-                continue
-            try:
-                trial = tried(self.request.costs(plan), choice.latency)
-            except PlanError:
-                continue  # What waits on its way needs memory.
-            other = Choice.of(trial)
-            if other is not None and other.latency < choice.latency and self._fits(trial):
-                self.choices[other.plan] = self._enter(other)
+            if plan is not None:
+                self.simulate(plan, choice.latency, relayed=True)
 
     def ordering(self, plan: Plan) -> float:
         """Returns the work of ordering a plan's tasks."""
@@ -245,9 +237,9 @@ class PlanPool:
         runs = planning.list_runs + planning.list_runs_per_stage * plan.num_stages
         return _SORTED_TASKS * 3 * plan.num_stages * plan.micro_batches * runs
 
-    def _may_be_fast(self, costs: CostModel, *, certainly: bool) -> bool:
+    def _may_be_fast(self, costs: CostModel) -> bool:
         """Returns whether some order may make a plan the fastest; DAPPLE's orders only have bounds of their own."""
-        if certainly or _within_k(costs.plan):
+        if _within_k(costs.plan):
             return True
         self.work += _BOUND * costs.plan.num_stages * max(costs.plan.replicas)
         return least_seconds(costs) < self.fastest
@@ -302,7 +294,7 @@ class PlanPool:
             for plan in neighbours(start.plan, self.request):
                 if self.work >= share * self.allowed:
                     return
-                better = self.simulate(plan, share=share)
+                better = self.simulate(plan)
                 if eager and better is not None and better.latency < start.latency * (1 - TIE):
                     break
 

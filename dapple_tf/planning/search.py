@@ -27,9 +27,11 @@ import numpy.typing as npt
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.placement import Links, Placements
+from dapple_tf.planning.stage_cuts import layer_seconds
 from dapple_tf.simulation.activities import reduction_pieces
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.stage_cost import MIN_CUT_SHARE
+from graph_passes.ir.tasks import Phase, Task
 
 
 class StageTime(NamedTuple):
@@ -158,6 +160,31 @@ def _transfer_seconds(costs: CostModel, stage: int, *, backward: bool) -> float:
                 loads[port] = loads.get(port, 0.0) + message.bytes / link.bandwidth
             latency = max(latency, link.latency)
     return max(loads.values(), default=0.0) + latency
+
+
+def least_seconds(costs: CostModel) -> float:
+    """Returns a lower bound of a plan's step, whatever the order of its tasks.
+
+    It is the time of the busiest device, or of the busiest port of a device or network card.
+    """
+    busy: dict[object, float] = {}
+    plan, cluster = costs.plan, costs.cluster
+    count = len(costs.micro_batches)
+    for stage, devices in enumerate(plan.devices):
+        for replica, device in enumerate(devices):
+            tasks = (Task(stage, phase, count - 1, replica) for phase in (Phase.FORWARD, Phase.BACKWARD))
+            seconds = count * sum(map(costs.whole_seconds, tasks)) + costs.apply_seconds(stage, device)
+            busy[device] = busy.get(device, 0.0) + seconds
+    for (producer, consumer), backward in itertools.product(costs.routes, (False, True)):
+        ends = (consumer, producer) if backward else (producer, consumer)
+        for message in costs.messages(producer, consumer, count - 1, backward=backward):
+            source, target = plan.devices[ends[0]][message.sender], plan.devices[ends[1]][message.receiver]
+            if source != target:
+                link = cluster.link(source, target)
+                a, b = cluster.devices[source].server, cluster.devices[target].server
+                for port in (("out", source), ("in", target)) if a == b else (("card out", a), ("card in", b)):
+                    busy[port] = busy.get(port, 0.0) + count * message.bytes / link.bandwidth
+    return max(busy.values())
 
 
 Floats = npt.NDArray[np.float64]
@@ -312,8 +339,7 @@ def coarsened(profile: Profile, limit: int, positions: Sequence[int] | None = No
         limit: the most positions.
         positions: the positions that there are, ascending, with the model's end; None for all.
     """
-    samples = profile.batch_sizes[-1]
-    times = [layer.forward.at(samples) + layer.backward.at(samples) for layer in profile.layers]
+    samples, times = profile.batch_sizes[-1], layer_seconds(profile)
     total = sum(times) or 1.0
     bytes_ = [sum(cost.at(samples) for cost in pair) for pair in profile.crossing]
     most = max(bytes_) or 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections.abc import Callable, Sequence
 
@@ -137,10 +138,4 @@ class _Split:
             lowered = {stage: max(1, size * part // _STEPS) for stage, size in slices.items()}
             return device_need(self.costs, lowered).peak(in_flight) <= limit
 
-        if fits(_STEPS):
-            return _STEPS
-        low, high = 0, _STEPS  # It doesn't fit with the higher one.
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low
+        return _STEPS if fits(_STEPS) else bisect.bisect_left(range(1, _STEPS), True, key=lambda part: not fits(part))

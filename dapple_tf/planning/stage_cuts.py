@@ -12,6 +12,12 @@ from dapple_tf.describe.plan_values import integer
 from dapple_tf.describe.profile import Profile
 
 
+def layer_seconds(profile: Profile) -> list[float]:
+    """Returns the seconds of each layer's forward and backward, for the largest profiled slice."""
+    samples = profile.batch_sizes[-1]
+    return [layer.forward.at(samples) + layer.backward.at(samples) for layer in profile.layers]
+
+
 def by_time(profile: Profile, stages: int, weights: Sequence[float] | None = None) -> list[str]:
     """Returns the layers to cut after, so that the longest stage is as short as possible.
 
@@ -20,9 +26,7 @@ def by_time(profile: Profile, stages: int, weights: Sequence[float] | None = Non
         stages: how many; no more than layers.
         weights: how fast each stage is, such as its number of replicas; all alike by default.
     """
-    samples = profile.batch_sizes[-1]
-    times = [layer.forward.at(samples) + layer.backward.at(samples) for layer in profile.layers]
-    return [profile.layers[end - 1].name for end in balanced(times, stages, weights)]
+    return [profile.layers[end - 1].name for end in balanced(layer_seconds(profile), stages, weights)]
 
 
 def by_device(profile: Profile, devices: Sequence[object], speeds: Sequence[float]) -> list[str]:
@@ -35,8 +39,7 @@ def by_device(profile: Profile, devices: Sequence[object], speeds: Sequence[floa
         devices: what each stage runs on; stages with equal entries share its time.
         speeds: how fast each stage is, such as its number of replicas.
     """
-    samples = profile.batch_sizes[-1]
-    times = [layer.forward.at(samples) + layer.backward.at(samples) for layer in profile.layers]
+    times = layer_seconds(profile)
     passed = [0.0, *itertools.accumulate(times)]
     bounds = [0, *balanced(times, len(devices), speeds), len(times)]
     first_like = [devices.index(device) for device in devices]
@@ -137,8 +140,9 @@ def chunked(plan: Plan, profile: Profile, chunks: int = 4) -> Plan:
         if cut not in profile.index:
             raise PlanError(f"the plan cuts after {cut!r}, which isn't a layer of the profile of {profile.model!r}")
     bounds = [0, *(profile.index[cut] + 1 for cut in plan.cuts), len(profile.layers)]
+    times = layer_seconds(profile)
     parts = [
-        _ends(profile, start, stop, chunks) if len(plan.devices[stage]) > 1 else [stop]
+        _ends(profile, times, start, stop, chunks) if len(plan.devices[stage]) > 1 else [stop]
         for stage, (start, stop) in enumerate(itertools.pairwise(bounds))
     ]
     if all(len(ends) == 1 for ends in parts):
@@ -146,12 +150,12 @@ def chunked(plan: Plan, profile: Profile, chunks: int = 4) -> Plan:
     cuts = [profile.layers[end - 1].name for ends in parts for end in ends][:-1]
     origin = [stage for stage, ends in enumerate(parts) for _ in ends]  # the stage of each chunk
     ranges = list(itertools.pairwise([0, *(end for ends in parts for end in ends)]))
-    whole = [_time(profile, start, stop) or 1.0 for start, stop in itertools.pairwise(bounds)]
+    whole = [sum(times[start:stop]) or 1.0 for start, stop in itertools.pairwise(bounds)]
     stages = []
-    for end, stage, part in zip([*cuts, None], origin, ranges, strict=True):
+    for end, stage, (first, last) in zip([*cuts, None], origin, ranges, strict=True):
         own = plan.stages[stage]
         if own.task_seconds is not None:
-            share = _time(profile, *part) / whole[stage]
+            share = sum(times[first:last]) / whole[stage]
             forward, input_grad, weight_grad = own.task_seconds
             own = dataclasses.replace(own, task_seconds=(share * forward, share * input_grad, share * weight_grad))
         stages.append(dataclasses.replace(own, cut=end, relays=False))
@@ -162,20 +166,15 @@ def chunked(plan: Plan, profile: Profile, chunks: int = 4) -> Plan:
     )
 
 
-def _time(profile: Profile, start: int, stop: int) -> float:
-    samples = profile.batch_sizes[-1]
-    return sum(layer.forward.at(samples) + layer.backward.at(samples) for layer in profile.layers[start:stop])
-
-
-def _ends(profile: Profile, start: int, stop: int, chunks: int) -> list[int]:
+def _ends(profile: Profile, times: Sequence[float], start: int, stop: int, chunks: int) -> list[int]:
     """Returns the ends of a stage's chunks, the last at ``stop``."""
     sizes = _parameters(profile, start, stop)
-    total_size, total_time = sum(sizes), _time(profile, start, stop)
+    total_size, total_time = sum(sizes), sum(times[start:stop])
     if not total_size:
         return [stop]
     passed, at = [], 0.0  # half time and half parameters before each possible cut
     for index in range(start, stop - 1):
-        at += sizes[index - start] / total_size / 2 + _time(profile, index, index + 1) / (total_time or 1.0) / 2
+        at += sizes[index - start] / total_size / 2 + times[index] / (total_time or 1.0) / 2
         passed.append(at)
     samples = profile.batch_sizes[-1]
     ends: list[int] = []
