@@ -23,7 +23,8 @@ class Accumulate:
 
     An accumulator is a variable of the device, so that memory doesn't grow with the number of micro-batches. Adding
     belongs to the task: the next task of the device waits for it, and finds the gradient's memory free. Gradients that
-    are rows of an embedding aren't added up but kept; they are as large as the embedding's output.
+    are rows of an embedding aren't added up but kept; they are as large as the embedding's output. A replica without
+    samples sets its accumulators to zeros.
 
     Attributes:
         accumulated: False leaves gradients where tasks have made them, which is enough for one micro-batch.
@@ -61,10 +62,22 @@ class Accumulate:
                 device, attrs = step.layout.device_of(task), task_attrs(task, NodeKind.ACCUMULATE)
                 added[call] = add_call(builder, name, adding, inputs, device=device, control=after, attrs=attrs).node
                 exits[task] = (*exits[task], added[call])
+        empty = {}
+        for stage in program.stages:
+            targets = tuple(source.accumulator for source in (*stage.gradients, *stage.state))
+            active = {replica for _, replica in step.layout.slices_with_samples(stage.index)}
+            for replica, device in enumerate(step.layout.devices[stage.index] if targets else ()):
+                if replica not in active:
+                    adding = function(f"{step.prefix}stage{stage.index}_accumulate_nothing", targets, "none")
+                    name = f"stage{stage.index}/replica{replica}/accumulate_nothing"
+                    attrs = NodeKind.ACCUMULATE_NOTHING.marks(stage.index, replica)
+                    node = add_call(builder, name, adding, [], device=device, attrs=attrs).node
+                    empty[stage.index, replica] = node
         for node in graph.node:  # What comes after a call finds the memory of its results free.
             waits = control_inputs(node)
             node.input.extend(f"^{added[name]}" for name in waits if name in added and added[name] not in waits)
-        return program.replace(graph=graph, step=dataclasses.replace(step, exit=exits, accumulated=True))
+        step = dataclasses.replace(step, exit=exits, accumulated=True, empty=empty)
+        return program.replace(graph=graph, step=step)
 
 
 def _by_call(step: Step, task: Task, sources: Sequence[Contribution]) -> dict[str, list[Contribution]]:
