@@ -585,6 +585,7 @@ class Step:
         pieces: for a task that was cut into pieces, their calls in order.
         accumulated: whether gradients are in accumulators; if not, each replica has made them in one task, from which
             they are taken.
+        empty: (stage, replica) without samples -> the node that sets its accumulators to zeros.
         pending: (task, value) -> the placeholder that stands for an argument until a later pass connects it.
         schedule: the order of tasks on each device, once it is fixed.
         reads: (stage, replica) -> the nodes that read its variables, but for those in shards.
@@ -615,6 +616,7 @@ class Step:
     values: Mapping[tuple[Task, Value], Ref] = dataclasses.field(default_factory=dict)
     pieces: Mapping[Task, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     accumulated: bool = False
+    empty: Mapping[tuple[int, int], str] = dataclasses.field(default_factory=dict)
     pending: Mapping[tuple[Task, Value], str] = dataclasses.field(default_factory=dict)
     schedule: Schedule | None = None
     reads: Mapping[tuple[int, int], Sequence[str]] = dataclasses.field(default_factory=dict)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import ClassVar
 
 from graph_passes.ir.graph import Builder, control_inputs, copied
 from graph_passes.ir.node_kinds import NodeKind, task_attrs
-from graph_passes.ir.outline import add_call
+from graph_passes.ir.outline import FunctionDef, add_call
 from graph_passes.ir.program import Contribution, Fact, Program, Step
 from graph_passes.ir.storage import accumulate_function
 from graph_passes.ir.tasks import Phase, Task
@@ -23,7 +22,8 @@ class Accumulate:
 
     An accumulator is a variable of the device, so that memory doesn't grow with the number of micro-batches. Adding
     belongs to the task: the next task of the device waits for it, and finds the gradient's memory free. Gradients that
-    are rows of an embedding aren't added up but kept; they are as large as the embedding's output.
+    are rows of an embedding aren't added up but kept; they are as large as the embedding's output. A replica without
+    samples sets its accumulators to zeros.
 
     Attributes:
         accumulated: False leaves gradients where tasks have made them, which is enough for one micro-batch.
@@ -43,7 +43,7 @@ class Accumulate:
         step, graph = program.own_step, copied(program.graph)
         builder, exits = Builder(graph), dict(step.exit)
         added: dict[str, str] = {}  # call -> the node that adds up its results
-        function = functools.cache(accumulate_function)
+        functions: dict[str, FunctionDef] = {}
         last: dict[tuple[int, Phase, int], Task] = {}
         for task in sorted(step.entry, key=lambda each: (each.stage, each.phase, each.replica, each.micro_batch)):
             stage, place = program.stages[task.stage], (task.stage, task.phase, task.replica)
@@ -55,16 +55,28 @@ class Accumulate:
             for number, (call, part) in enumerate(by_call.items()):
                 named = f"{step.prefix}stage{task.stage}_accumulate_{task.phase.name.lower()}"
                 named += (f"_part{number}" if len(by_call) > 1 else "") + f"_{mode}"
-                adding = function(named, tuple(source.accumulator for source in part), mode)
+                if named not in functions:
+                    functions[named] = accumulate_function(named, [source.accumulator for source in part], mode)
                 inputs = [step.values[task, source.value] for source in part]
                 name = f"stage{task.stage}/replica{task.replica}/accumulate_{task.phase.value}{task.micro_batch}"
                 device, attrs = step.layout.device_of(task), task_attrs(task, NodeKind.ACCUMULATE)
-                added[call] = add_call(builder, name, adding, inputs, device=device, control=after, attrs=attrs).node
-                exits[task] = (*exits[task], added[call])
-        for node in graph.node:  # What comes after a call finds the memory of its results free.
-            waits = control_inputs(node)
-            node.input.extend(f"^{added[name]}" for name in waits if name in added and added[name] not in waits)
-        return program.replace(graph=graph, step=dataclasses.replace(step, exit=exits, accumulated=True))
+                node = add_call(builder, name, functions[named], inputs, device=device, control=after, attrs=attrs).node
+                added[call] = node
+                exits[task] = (*exits[task], node)
+        empty = {}
+        for stage in program.stages:
+            targets = [source.accumulator for source in (*stage.gradients, *stage.state)]
+            active = {replica for _, replica in step.layout.slices_with_samples(stage.index)}
+            for replica, device in enumerate(step.layout.devices[stage.index] if targets else ()):
+                if replica not in active:
+                    adding = accumulate_function(f"{step.prefix}stage{stage.index}_accumulate_nothing", targets, "none")
+                    name = f"stage{stage.index}/replica{replica}/accumulate_nothing"
+                    attrs = NodeKind.ACCUMULATE_NOTHING.marks(stage.index, replica)
+                    empty[stage.index, replica] = add_call(builder, name, adding, [], device=device, attrs=attrs).node
+        for each in graph.node[: len(program.graph.node)]:  # What waits for a call finds its results' memory free.
+            each.input.extend(f"^{added[name]}" for name in control_inputs(each) if name in added)
+        step = dataclasses.replace(step, exit=exits, accumulated=True, empty=empty)
+        return program.replace(graph=graph, step=step)
 
 
 def _by_call(step: Step, task: Task, sources: Sequence[Contribution]) -> dict[str, list[Contribution]]:

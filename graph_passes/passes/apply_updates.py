@@ -211,9 +211,8 @@ class Application:
                 results += updated_shards(builder, captured, self._gathered(group), captured.effects)
         bindings |= {placed.node: reduced[name] for name, placed in captured.gradients.items()}
         for variable, places in captured.slices.items():
-            rows = functools.partial(self._own_rows, group) if variable in in_shards else self._rows
             for index, placed in enumerate(places):
-                inputs[placed] = functools.partial(rows, variable, index)
+                inputs[placed] = functools.partial(self._rows, group, in_shards, variable, index)
         captured = dataclasses.replace(captured, graph=graph)
         jit_compile = self._options.jit_compile and bool(effects) and self._options.spread.isdisjoint(group.stages)
         # XLA would compile it anew for each number of rows in a shard.
@@ -221,16 +220,16 @@ class Application:
         function = self._bound(name, captured, bindings, list(inputs), results, effects, jit_compile=jit_compile)
         return Computation(function, tuple(inputs.values()))
 
-    def _own_rows(self, group: ParameterGroup, name: str, index: int, device: str) -> Ref:
-        """Returns the values (index 0) or indices of a gradient's rows in a device's shard."""
-        return self.reduction.rows.of(group.in_shards[name], device, group.devices.index(device))[index]
-
     def _number(self, group: ParameterGroup, device: str) -> Ref:
         """Returns the number of a device's shards."""
         return self._builder.const(group.devices.index(device), types_pb2.DT_INT32, device=device)
 
-    def _rows(self, name: str, index: int, device: str) -> Ref:
-        """Returns the values (index 0) or indices of a gradient's rows on a device."""
+    def _rows(
+        self, group: ParameterGroup, in_shards: Mapping[str, Variable], name: str, index: int, device: str
+    ) -> Ref:
+        """Returns the values (index 0) or indices of a gradient's rows on a device, of its shard if there are any."""
+        if name in in_shards:
+            return self.reduction.rows.of(in_shards[name], device, group.devices.index(device))[index]
         return self.reduction.rows.of(self._program.variables[name], device)[index]
 
     def _state_of(self, group: ParameterGroup, what: NodeKind) -> list[Variable]:

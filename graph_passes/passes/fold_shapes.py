@@ -33,6 +33,7 @@ from graph_passes.ir.graph import (
     data_inputs,
     dtype_attr,
     make_node,
+    reroute,
     set_inputs,
     shape_attr,
     substitute,
@@ -226,7 +227,7 @@ class _Loop:
             self._set_input(number, Ref(source.node, variable))
             self._results = (*self._results[:number], new, *self._results[number + 1 :])
             self._body.node.remove(pop)
-        _reroute(self._body, {Ref(pop.name, 1): new})
+        reroute(self._body, {Ref(pop.name, 1): new})
         self._results = tuple(new if ref == Ref(pop.name, 1) else ref for ref in self._results)
 
     def _set_input(self, number: int, ref: Ref) -> None:
@@ -302,7 +303,7 @@ class _Loop:
             self._node.attr[attr].func.name = function.signature.name
         self._keep(order)
         moved = {Ref(name, number): Ref(name, new) for new, number in enumerate(order)}
-        _reroute(self._graph, moved)
+        reroute(self._graph, {ref: now for ref, now in moved.items() if ref != now})
         return moved
 
     def _keep(self, order: Sequence[int]) -> None:
@@ -323,15 +324,6 @@ def _node(graph: GraphDef, ref: Ref) -> NodeDef:
 
 def _arguments(graph: GraphDef) -> list[str]:
     return [node.name for node in graph.node if node.op == "Placeholder"]
-
-
-def _reroute(graph: GraphDef, moved: Mapping[Ref, Ref]) -> None:
-    """Lets all nodes read other tensors, in place."""
-    texts = {str(ref): str(now) for ref, now in moved.items() if ref != now}
-    for node in graph.node:
-        for index, text in enumerate(node.input):
-            if text in texts:
-                node.input[index] = texts[text]
 
 
 def _with_list_sizes(graph: GraphDef, known: KnownShapes) -> GraphDef:

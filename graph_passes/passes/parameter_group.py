@@ -191,7 +191,6 @@ class UpdateNodes:
         builder: adds them.
         contributors: variable -> the stages that contribute to it, with their accumulators.
         groups: the parameter groups, in the order of their reduction.
-        empty: (stage, replica) without samples -> the nodes that set its accumulators to zero.
     """
 
     def __init__(self, options: Update, program: Program, graph: GraphDef) -> None:
@@ -203,7 +202,6 @@ class UpdateNodes:
         self.contributors = contributors(program)
         self.groups = parameter_groups(program, options.updates)
         self._computations: dict[str, Computation] = {}
-        self.empty: dict[tuple[int, int], list[str]] = {}
 
     @property
     def carried(self) -> list[ParameterGroup]:
@@ -240,7 +238,7 @@ class UpdateNodes:
                 names += exits if call is None else (self._added.get(call, call),)
         if piece is None:
             names += self.step.shard_reads.get((group.stages, device), ())
-        return names + [name for place in places for name in self.empty.get(place, ())]
+        return names + [name for place, name in self.step.empty.items() if place in places]
 
     @functools.cached_property
     def _added(self) -> dict[str, str]:
@@ -307,13 +305,14 @@ class UpdateNodes:
             return None
         return self.call(what, function, [tensor(device) for tensor in inputs], group, device, control=control)
 
-    def hold_back_reads(self, applied: Calls) -> None:
-        """Makes reads of a stage's variables, or of a device's shards of them, wait for its carried updates."""
+    def hold_back(self, applied: Calls) -> None:
+        """Makes reads of variables, and zeros for accumulators, wait for carried updates on their devices."""
         nodes = {node.name: node for node in self.graph.node}
         for (stages, device), call in applied.items():
             replicas = self.replicas_on(stages, device)
-            reads = [name for replica in replicas for name in self.step.reads.get(replica, ())]
-            for name in (*reads, *self.step.shard_reads.get((stages, device), ())):
+            first = [name for replica in replicas for name in self.step.reads.get(replica, ())]
+            first += [self.step.empty[replica] for replica in replicas if replica in self.step.empty]
+            for name in (*first, *self.step.shard_reads.get((stages, device), ())):
                 nodes[name].input.append(f"^{call}")
 
     def end(self, after: Iterable[str]) -> str:

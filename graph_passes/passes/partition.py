@@ -166,9 +166,8 @@ class Partition:
         results = forward | tapped
         results |= {Value(ref, ValueKind.RESIDUAL): ref for ref in residuals}
         name = f"{self.prefix}stage{stage.index}" + ("" if samples is None else f"_of{samples}")
-        control_flow = [node.name for node in graph if node.op in _CONTROL_FLOW]
         reasons_not = {
-            "has a loop or branch": control_flow,
+            "has a loop or branch": [node.name for node in graph if node.op in _CONTROL_FLOW],
             "adds up over its replicas": [node.name for node in sums_of(graph)],
             "has a recurrent layer of cuDNN": [node.name for node in graph if node.op in _CUDNN],
         }
@@ -180,14 +179,10 @@ class Partition:
             "forward": _function(f"{name}_forward", graph, stage.arguments, results, jit_compile),
             "lookups": stage.lookups,
             "loops": tuple(each for each in graph.graph.library.function if each.signature.name not in library),
-            "indices": None,
-            "integers": None,
+            "indices": _function(f"{name}_indices", graph, stage.arguments, indices) if indices else None,
+            "integers": _function(f"{name}_integers", graph, sources, integers) if integers else None,
             "whole_tables": {table: why for table, why in reasons.items() if why and table in stage.reads},
         }
-        if integers:
-            changes["integers"] = _function(f"{name}_integers", graph, sources, integers, jit_compile=False)
-        if indices:
-            changes["indices"] = _function(f"{name}_indices", graph, stage.arguments, indices, jit_compile=False)
         if self.training:
             arguments = {**stage.arguments, **{Value(ref, ValueKind.RESIDUAL): ref for ref in residuals}}
             received = {boundary.ref for boundary in program.boundaries}
@@ -206,8 +201,7 @@ class Partition:
             else:
                 backward = _function(f"{name}_backward", graph, arguments, gradients, jit_compile)
                 parts = (backward, None)
-                changes["backward"] = backward
-                changes["fused"] = None
+                changes |= {"backward": backward, "fused": None}
                 if jit_compile and form.fuse:
                     given_back = [v for v in backward.inputs if v.kind is ValueKind.GRADIENT]
                     if all(value.ref == program.roles.loss for value in given_back):
@@ -219,7 +213,7 @@ class Partition:
                 changes["residual_bytes"] = _growth(kept, counted)
         if stage.metric_results:
             arguments = {**stage.arguments, **tapped}
-            changes["metrics"] = _function(f"{name}_metrics", graph, arguments, stage.metric_results, jit_compile=False)
+            changes["metrics"] = _function(f"{name}_metrics", graph, arguments, stage.metric_results)
         for name, function in changes.items():
             if isinstance(function, StageFunction):
                 _tell_shapes(function, stage.arguments, shapes)
@@ -410,7 +404,7 @@ def _crossing(
 
 
 def _function(
-    name: str, graph: Graph, arguments: Mapping[Value, Ref], results: Mapping[Value, Ref], jit_compile: bool
+    name: str, graph: Graph, arguments: Mapping[Value, Ref], results: Mapping[Value, Ref], jit_compile: bool = False
 ) -> StageFunction:
     """Returns the function of ``results``, with only the arguments that it needs."""
     body = graph.ancestors(results.values(), arguments.values(), control=False)

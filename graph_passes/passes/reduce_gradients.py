@@ -8,10 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from graph_passes.ir.collectives import AllReduces
 from graph_passes.ir.graph import BYTES_ATTR, REDUCTION_ATTR, Builder, Graph, Ref, dtype_attr
 from graph_passes.ir.node_kinds import NodeKind
-from graph_passes.ir.outline import add_call, outline
+from graph_passes.ir.outline import outline
 from graph_passes.ir.program import Value, ValueKind, Variable, VariableKind
 from graph_passes.ir.storage import (
-    accumulate_function,
     buckets,
     bytes_of,
     flatten,
@@ -24,7 +23,7 @@ from graph_passes.ir.storage import (
 )
 from graph_passes.ir.tasks import Phase, Task
 from graph_passes.ir.tensorflow_bridge import empty_graph
-from graph_passes.passes.parameter_group import Calls, Computation, Inputs, ParameterGroup, ReductionUnit, UpdateNodes
+from graph_passes.passes.parameter_group import Computation, Inputs, ParameterGroup, ReductionUnit, UpdateNodes
 from graph_passes.passes.row_gradients import RowGradients
 
 _EACH = 1
@@ -53,24 +52,6 @@ class Reduction:
         self._zeros: dict[tuple[str, str], Ref] = {}
         self._collectives = AllReduces(nodes.builder, nodes.options.all_reduces, nodes.step.next_key)
         self._buckets: dict[tuple[int, ...], list[tuple[Variable, ...]]] = {}  # of each group, as reduced so far
-
-    def accumulate_nothing(self, applied: Calls) -> None:
-        """Makes replicas without samples in this step contribute zeros, once carried gradients have been used."""
-        if not self._step.accumulated:
-            return  # `_contribution` gives them.
-        for stage, devices in enumerate(self.nodes.devices):
-            for replica, device in enumerate(devices):
-                if any(task.stage == stage and task.replica == replica for task in self._step.entry):
-                    continue
-                targets = [own[stage] for own in self.nodes.contributors.values() if stage in own]
-                if targets:
-                    name = f"{self._step.prefix}stage{stage}_accumulate_nothing"
-                    function = accumulate_function(name, targets, "none")
-                    node = f"stage{stage}/replica{replica}/accumulate_nothing"
-                    attrs = NodeKind.ACCUMULATE_NOTHING.marks(stage, replica)
-                    after = [call for (stages, on), call in applied.items() if on == device and stage in stages]
-                    made = add_call(self._builder, node, function, [], device=device, control=after, attrs=attrs)
-                    self.nodes.empty[stage, replica] = [made.node]
 
     def all_reduce(self, units: Iterable[ReductionUnit], *, at_head: bool = False) -> None:
         """Reduces units in buckets, in this order; ``at_head`` the previous step's, at once."""

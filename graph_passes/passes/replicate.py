@@ -220,10 +220,6 @@ class Replication:
                 for index, variable in enumerate(group):
                     self.variables[variable.name, stage.index, replica] = Ref(node, index)
 
-    @property
-    def _micro_batches(self) -> int:
-        return len(self.layout.micro_batch_intervals)
-
     def _tasks(self, stage: Stage, micro_batch: int, replica: int) -> None:
         forward = Task(stage.index, Phase.FORWARD, micro_batch, replica)
         if (stage.index, replica) in self.gathers.begins:
@@ -249,7 +245,7 @@ class Replication:
             metrics = self._call(stage, forward, stage.metrics, NodeKind.METRICS, keep=False)
             self.exit[forward] = (*self.exit[forward], metrics)
             for index, value in enumerate(stage.metrics.outputs):
-                variable = self._variable_of_update(value.ref)
+                variable = next(v for v in self.program.roles.variables if v.update == value.ref)
                 self.metric_values[variable.name, replica if variable.additive else 0] = Ref(metrics, index)
 
     def _call(
@@ -311,7 +307,7 @@ class Replication:
         active = [replica for replica in replicas if self.layout.active(task.stage, task.micro_batch, replica)]
         devices = tuple(self.layout.device_of(dataclasses.replace(task, replica=replica)) for replica in active)
         group = self.groups.setdefault(devices, self.options.first_key + len(self.groups))
-        number = task.stage * self._micro_batches + task.micro_batch
+        number = task.stage * len(self.layout.micro_batch_intervals) + task.micro_batch
         return len(active), group, self.options.first_key + number * peers.keys
 
     def _pending(self, task: Task, value: Value, dtype: int) -> Ref:
@@ -339,9 +335,6 @@ class Replication:
             )
             self.metric_feeds[variable.name] = (running, initial)
         return self.metric_feeds[variable.name][replica > 0]
-
-    def _variable_of_update(self, ref: Ref) -> Variable:
-        return next(variable for variable in self.program.roles.variables if variable.update == ref)
 
     def _metric_results(self) -> dict[str, tuple[Ref, ...]]:
         results: dict[str, list[Ref]] = {}

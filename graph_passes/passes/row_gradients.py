@@ -10,7 +10,7 @@ from graph_passes.errors import PassError
 from graph_passes.ir.graph import Builder, Ref
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.outline import add_call
-from graph_passes.ir.program import OWN_ROWS, SHARED_ROWS, Program, Stage, Value, ValueKind, Variable
+from graph_passes.ir.program import OWN_ROWS, ROWS, SHARED_ROWS, Program, Stage, Value, ValueKind, Variable
 from graph_passes.ir.tasks import Task
 from graph_passes.passes.build_backward import refusal
 from graph_passes.passes.row_exchange import rows_by_shard
@@ -70,7 +70,8 @@ class RowGradients:
         self._program, self._builder, self._step = program, builder, program.own_step
         self._tasks: dict[Value, list[Task]] = {}
         for task, value in self._step.values:
-            self._tasks.setdefault(value, []).append(task)
+            if value.kind in ROWS:
+                self._tasks.setdefault(value, []).append(task)
         self.of = functools.cache(self._rows)
         self._of_replica = functools.cache(self._rows_of_replica)
         self._separated = functools.cache(self._separate)

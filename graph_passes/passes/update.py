@@ -75,8 +75,7 @@ class Update:
         application = Application(nodes, reduction)
         applied = application.carried() if self.head else {}
         application.bind_loss_scale(applied)
-        reduction.accumulate_nothing(applied)
-        nodes.hold_back_reads(applied)
+        nodes.hold_back(applied)
         now = [group for group in nodes.groups if group not in nodes.carried]
         reduction.all_reduce(reduction_units(program, now))
         applied |= application.call_each(NodeKind.APPLY, now, application.totals())
