@@ -113,8 +113,6 @@ OTHERS: dict[str, tuple[Made, Origin]] = {
     "places of a mask": (lambda ids, fixed, samples: tf.where(ids > 2)[:, 0], Origin.PLACES),
     "random numbers": (lambda ids, fixed, samples: tf.random.uniform([4], maxval=9, dtype=tf.int32), Origin.DRAWN),
 }
-
-
 CASES = (
     {name: (made, {Origin.CONSTANT}) for name, made in CONSTANT.items()}
     | {name: (made, {Origin.SAMPLES}) for name, made in SAMPLES.items()}

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.analysis.operator_traits import ASKING
+from graph_passes.analysis.operator_traits import ASKING, asked
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import (
     OWN_ATTRS,
@@ -64,7 +64,6 @@ def fold_shapes(
     shapes: Mapping[Ref, Shape | None],
     kept: Collection[str] = (),
     results: Collection[Ref] = (),
-    largest: int = _LARGEST,
 ) -> Folded:
     """Returns a graph with constants for values that follow from known shapes; see `FoldShapes`.
 
@@ -76,18 +75,16 @@ def fold_shapes(
         shapes: of its tensors.
         kept: nodes that stay, under their names, even where nothing reads them.
         results: tensors that stay, or that constants replace, even where nothing reads them.
-        largest: the most elements of a tensor that may become a constant.
     """
-    return _Folding(graph, shapes, largest).result(kept, results)
+    return _Folding(graph, shapes).result(kept, results)
 
 
 class _Folding:
     """A graph while it is being folded."""
 
-    def __init__(self, graph: GraphDef, shapes: Mapping[Ref, Shape | None], largest: int) -> None:
+    def __init__(self, graph: GraphDef, shapes: Mapping[Ref, Shape | None]) -> None:
         self.view = Graph(graph)
         self.shapes = shapes
-        self.largest = largest
         self.outputs = {name: output_dtypes(node) for name, node in self.view.nodes.items()}
         self.constant: set[str] = set()
         self.folded: list[str] = []  # producers first
@@ -142,7 +139,7 @@ class _Folding:
         if not all(ref.node in self.constant for ref in inputs) or takes_functions(node.op) or is_stateful(node.op):
             return False
         # Only lists of axes have no known length here (those of BroadcastGradientArgs).
-        return all((self._size(ref) or 0) <= self.largest for ref in refs)
+        return all((self._size(ref) or 0) <= _LARGEST for ref in refs)
 
     def _refs(self, name: str) -> list[Ref]:
         return [Ref(name, output) for output in range(len(self.outputs[name]))]
@@ -154,22 +151,22 @@ class _Folding:
 
     def _values(self, wanted: Sequence[Ref]) -> dict[Ref, np.ndarray]:
         """Returns the values of tensors that follow from shapes."""
-        asked = {name: self._asked(name) for name in self.folded if self.view.nodes[name].op in _SHAPES}
+        told = {name: self._asked(name) for name in self.folded if self.view.nodes[name].op in _SHAPES}
         graph = GraphDef(versions=self.view.graph.versions)
         labels: dict[str, str] = {}
         constants: dict[Ref, str] = {}
         for name in self.folded:
-            if name in asked:
+            if name in told:
                 continue
             inputs = []
             for ref in self.view.inputs(name):
                 producer = self.view.nodes[ref.node]
-                if producer.op != "Const" and ref.node not in asked:
+                if producer.op != "Const" and ref.node not in told:
                     inputs.append(str(Ref(labels[ref.node], ref.output)))
                     continue
                 if ref not in constants:
                     constants[ref] = f"c{len(constants)}"
-                    value = constant_value(producer) if producer.op == "Const" else asked[ref.node][ref.output]
+                    value = constant_value(producer) if producer.op == "Const" else told[ref.node][ref.output]
                     make_constant(graph.node.add(name=constants[ref]), value)
                 inputs.append(constants[ref])
             labels[name] = f"n{len(labels)}"
@@ -177,14 +174,14 @@ class _Folding:
             for key, attr in self.view.nodes[name].attr.items():
                 if not key.startswith("_"):
                     node.attr[key].CopyFrom(attr)
-        computed = [ref for ref in wanted if ref.node not in asked]
+        computed = [ref for ref in wanted if ref.node not in told]
         labelled = tuple(Ref(labels[ref.node], ref.output) for ref in computed)
         try:
             known = dict(zip(computed, _evaluated(graph, labelled), strict=True))
         except EvaluationError as error:
             name = next((name for name, label in labels.items() if label == error.node), "")
             raise self._explained(name, error.why) from error
-        return {ref: asked[ref.node][ref.output] if ref.node in asked else known[ref] for ref in wanted}
+        return {ref: told[ref.node][ref.output] if ref.node in told else known[ref] for ref in wanted}
 
     def _explained(self, name: str, why: str) -> PassError:
         node = self.view.nodes.get(name)
@@ -200,7 +197,7 @@ class _Folding:
         for ref, dtype in zip(self.view.inputs(name), self.outputs[name], strict=True):
             shape = self.shapes[ref]
             assert shape is not None
-            answer = {"Rank": len(shape), "Size": math.prod(size or 0 for size in shape)}.get(node.op, shape)
+            answer = asked(node.op, [size or 0 for size in shape])
             values.append(np.array(answer, np.int64 if dtype == types_pb2.DT_INT64 else np.int32))
         return values
 

@@ -5,8 +5,9 @@
     unique(ids)                   fewer in a batch than in its slices together, but no two of them are equal
     max(ids), range(batch size)   other elements in a batch than in its slices
 
-They follow from data flow: from operators' effects on the elements of their inputs, and otherwise from shapes, in which
-an axis that grows with the batch has a part for each sample.
+They follow from data flow: from operators' effects on the elements of their inputs, and otherwise from the interpreter
+of `sample_dependence`, which tells places and couplings, and from shapes: an axis that grows with the batch has a part
+for each sample.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ unknown batch size. Here their bodies are inferred too, and handles (of lists an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from tensorflow.core.framework import types_pb2
@@ -93,6 +93,11 @@ class KnownShapes(NamedTuple):
     elements: dict[Ref, Shape]
     lengths: dict[Ref, int]
 
+    def at(self, refs: Iterable[Ref]) -> CallShapes:
+        """Returns what is known of a function's results, say."""
+        several = tuple(refs)
+        return CallShapes(tuple(map(self.shapes.get, several)), tuple(map(self.elements.get, several)))
+
 
 class ShapeInference:
     """Infers shapes, also through the functions of a library.
@@ -175,9 +180,7 @@ class ShapeInference:
                 known = self.of_function(graph, given)
             finally:
                 self._depth -= 1
-            self._results[key] = CallShapes(
-                tuple(known.shapes.get(ref) for ref in results), tuple(known.elements.get(ref) for ref in results)
-            )
+            self._results[key] = known.at(results)
         return self._results[key]
 
     def call(self, node: NodeDef, given: CallShapes) -> CallShapes | None:
@@ -213,7 +216,7 @@ class ShapeInference:
         def after(shapes: CallShapes) -> CallShapes:
             nonlocal known
             known = self.of_function(body, shapes, lengths)
-            return CallShapes(tuple(map(known.shapes.get, results)), tuple(map(known.elements.get, results)))
+            return known.at(results)
 
         stable = _stable(given, after)
         return None if stable is None else (stable, known)

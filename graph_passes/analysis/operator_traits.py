@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
 from graph_passes.ir.graph import NodeDef
 from graph_passes.ir.tensorflow_bridge import is_stateful
 
@@ -63,6 +67,11 @@ SHAPE_OPERANDS = {
     "Transpose": (1,),
 }
 """Numbers of the inputs that only determine the result's shape, or which part of another input it is."""
+
+
+def asked(op: str, shape: Sequence[float]) -> Any:
+    """Returns the number, or the numbers, that an operator tells of a shape."""
+    return {"Rank": len(shape), "Size": math.prod(shape)}.get(op, shape)
 
 
 def draws(op: str) -> bool:

@@ -305,9 +305,9 @@ def _range(interpreter: Interpreter, node: NodeDef) -> Spread:
 
 
 def _listed(interpreter: Interpreter, node: NodeDef) -> Spread:
-    """Handles `TensorListFromTensor`: a list has the spread of its elements."""
-    spread = interpreter.inputs(node)[0]
-    return spread if spread.axis is None else spread._replace(axis=spread.axis - 1)
+    """Handles lists from and to tensors: a list has the spread of its elements."""
+    spread, more = interpreter.inputs(node)[0], 1 if node.op == "TensorListStack" else -1
+    return spread if spread.axis is None else spread._replace(axis=spread.axis + more)
 
 
 def _element(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread]:
@@ -327,21 +327,12 @@ def _in_turn(interpreter: Interpreter, node: NodeDef) -> bool:
     return len(interpreter.places) == 1 and interpreter.graph.nodes[place.node].op == "Placeholder"
 
 
-def _stacked(interpreter: Interpreter, node: NodeDef) -> Spread:
-    spread = interpreter.inputs(node)[0]
-    return spread if spread.axis is None else spread._replace(axis=spread.axis + 1)
-
-
 def _set(interpreter: Interpreter, node: NodeDef) -> Spread:
     spreads = interpreter.inputs(node)
     rows = next((spread for spread in (spreads[-1], spreads[0]) if spread.axis is not None), None)
     if rows is not None and rows.axis == -1 and not _in_turn(interpreter, node):
         return _mixed(interpreter, node, rows, Coupling.PLACE)
     return rows or together([spreads[0], spreads[-1]])
-
-
-def _new_list(_: Interpreter, __: NodeDef) -> Spread:
-    return CONSTANT
 
 
 INDEXING: Mapping[str, Rule] = {
@@ -356,10 +347,9 @@ INDEXING: Mapping[str, Rule] = {
     "Where": _where,
     **dict.fromkeys(("Unique", "UniqueV2", "UniqueWithCounts"), _unique),
     "Range": _range,
-    "TensorListFromTensor": _listed,
+    **dict.fromkeys(("TensorListFromTensor", "TensorListStack"), _listed),
     **dict.fromkeys(("TensorListGetItem", "TensorListPopBack"), _element),
-    "TensorListStack": _stacked,
     **dict.fromkeys(("TensorListSetItem", "TensorListPushBack"), _set),
-    **dict.fromkeys(("TensorListReserve", "EmptyTensorList"), _new_list),
+    **dict.fromkeys(("TensorListReserve", "EmptyTensorList"), lambda *_: CONSTANT),
 }
 """Rules for `RULES`."""

@@ -93,8 +93,9 @@ class Interpreter:
         inference: ShapeInference | None = None,
         depth: int = 0,
     ) -> None:
-        self.graph, self._rules, self.sizes, self._known = graph, rules, samples, known
-        self._shapes = [dict(own.shapes) for own in known]
+        self.graph, self._rules, self.sizes = graph, rules, samples
+        self._known = [own._replace(shapes=dict(own.shapes)) for own in known]
+        self._shapes = [own.shapes for own in self._known]
         self.inference = inference or ShapeInference(graph.graph.library)
         self._loss_nodes, self._open_shapes, self._depth = loss_nodes, open_shapes, depth
         constants: dict[str, np.ndarray | None] = {}
@@ -175,10 +176,7 @@ class Interpreter:
 
     def call_shapes(self, refs: Sequence[Ref]) -> tuple[CallShapes, CallShapes]:
         """Returns the known shapes of a call's inputs, for both numbers of samples."""
-        few, many = (
-            CallShapes(tuple(map(shapes.get, refs)), tuple(map(own.elements.get, refs)))
-            for shapes, own in zip(self._shapes, self._known, strict=True)
-        )
+        few, many = (known.at(refs) for known in self._known)
         return few, many
 
     def body(self, name: str, few: CallShapes, many: CallShapes) -> Body | None:

@@ -5,6 +5,7 @@ All others treat each sample by itself (`Interpreter.generic`).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -141,10 +142,6 @@ def _rising(interpreter: Interpreter, node: NodeDef) -> Spread | None:
     if not extreme or any(spread.axis is not None for spread in spreads):
         return None
     return together(spreads)._replace(extreme=extreme)
-
-
-def _divided(interpreter: Interpreter, node: NodeDef) -> Spread:
-    return _times(interpreter, node, (1, -1))
 
 
 def _square(interpreter: Interpreter, node: NodeDef) -> Spread | None:
@@ -513,7 +510,7 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(_RISING, _rising),
     **dict.fromkeys(("Select", "SelectV2"), _chosen),
     **dict.fromkeys(_PRODUCTS, _times),
-    **dict.fromkeys(_QUOTIENTS, _divided),
+    **dict.fromkeys(_QUOTIENTS, functools.partial(_times, signs=(1, -1))),
     **dict.fromkeys(("Sum", "Mean"), _reduced),
     **dict.fromkeys(("Max", "Min", "Prod", "Any", "All", "EuclideanNorm", "ArgMax", "ArgMin"), _extreme),
     **dict.fromkeys(("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), _matmul),

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from graph_passes.analysis.operator_traits import ASKING
+from graph_passes.analysis.operator_traits import ASKING, asked
 from graph_passes.ir.graph import FLOAT_DTYPES, Graph, NodeDef, Ref
 from graph_passes.ir.tensorflow_bridge import Shape, constant_value
 
@@ -89,7 +89,9 @@ class ShapeValues:
                 if shape is not None and axis is not None:
                     lengths = [length if own == axis else others for own in range(len(shape))]
                     shape = tuple(a if b is None else b for a, b in zip(lengths, shape, strict=True))
-                result = _asked(node.op, shape)
+                if shape is not None:
+                    sizes = [math.nan if size is None else size for size in shape]
+                    result = np.array(asked(node.op, sizes), np.float64)
             elif node.op == "Const":
                 if node.name not in self._constants:
                     self._constants[node.name] = _constant(node)
@@ -99,13 +101,6 @@ class ShapeValues:
                     result = _computed(node, [value for value in inputs if value is not None])
         if result is not None and result.size <= _LARGEST:
             self.values[own] = result
-
-
-def _asked(op: str, shape: Shape | None) -> np.ndarray | None:
-    if shape is None:
-        return None
-    sizes = np.array([math.nan if size is None else size for size in shape], np.float64)
-    return {"Shape": sizes, "Size": np.asarray(np.prod(sizes)), "Rank": np.array(len(shape), np.float64)}[op]
 
 
 def _constant(node: NodeDef) -> np.ndarray | None:

@@ -4,7 +4,7 @@
 
 A term stands for a tensor: equal letters are axes that are cut together, ``_`` an axis that is never cut. ``.`` is an
 input that is read whole, ``*`` a tensor of which every part has its own (or all have the same), ``[bhwi]`` an input
-that holds the shape of the first output. ``...`` stands for as many axes as a tensor has.
+that holds the shape of the first output. ``...`` stands for as many axes as a tensor has, ``@`` for a letter for each.
 
 Which letters an operator may be cut along is part of its row: a row's author vouches that a part computes a slice of
 each output that has the letter, and a partial sum of each that hasn't.
@@ -160,15 +160,6 @@ def _elementwise(operator: Operator) -> tuple[Signature, ...]:
     letters = _letters(len(output))
     terms = tuple(_aligned(letters, output, shape) for shape in operator.inputs if shape is not None)
     return (Signature(terms, (letters,), _axes(letters)),)
-
-
-def _softmax(operator: Operator) -> tuple[Signature, ...]:
-    """Splits along any axis but the last, over which the softmax is."""
-    output = operator.outputs[0]
-    if not output:
-        return ()
-    letters = _letters(len(output) - 1) + "_"
-    return (Signature((letters,), (letters,), _axes(letters)),)
 
 
 def _select(operator: Operator) -> tuple[Signature, ...]:
@@ -425,15 +416,6 @@ def _gather(operator: Operator) -> tuple[Signature, ...]:
     return (Signature((rows, letters[: len(indices)], *rest), (letters,), _axes(letters)),)
 
 
-def _one_hot(operator: Operator) -> tuple[Signature, ...]:
-    """Splits along any axis of the indices."""
-    indices = operator.inputs[0]
-    if indices is None or operator.number("axis", -1) != -1:
-        return ()
-    letters = _letters(len(indices))
-    return (Signature((letters, WHOLE, WHOLE, WHOLE), (letters + "_",), _axes(letters + "_")),)
-
-
 # ---- operators with a signature of their own: one row each
 
 _BOTH = BATCH + CHANNEL
@@ -472,6 +454,10 @@ _ROWS: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     "TopKV2": ("b..._ . -> b..._ b..._", BATCH),
     "InTopKV2": ("b_ b . -> b", BATCH),
     "L2Loss": ("b... -> .", BATCH),
+    # Along any axis but the last, over which the softmax is.
+    "Softmax": ("@_ -> @_", ()),
+    "LogSoftmax": ("@_ -> @_", ()),
+    "OneHot": ("@ . . . -> @_", ()),
 }
 
 # Statistics of a training batch are those of the whole batch, so that only channels are independent. Behind the five
@@ -496,15 +482,18 @@ def _row(text: str, dimensions: tuple[tuple[str, str], ...], operator: Operator)
                 term = term[1:-1]
             if "..." in term:
                 term = term.replace("...", "_" * max(0, rank - len(term) + 3))
+            term = term.replace("@", _letters(rank + 1 - len(text.split()[0])))
             if first and term[0] == "b" and term[-1] in "cio" and len(term) > 2:
                 term = term[0] + term[-1] + term[1:-1]
             terms.append(WHOLE if term == "." else term)
         sides.append(tuple(terms))
-    return (Signature(sides[0], sides[1], dimensions, frozenset(shape_inputs)),)
+    return (Signature(sides[0], sides[1], dimensions or _axes(sides[1][0]), frozenset(shape_inputs)),)
 
 
 def _by_row(operator: Operator) -> tuple[Signature, ...]:
     text, dimensions = _ROWS[operator.node.op]
+    if operator.number("axis", -1) != -1:
+        return ()
     window = operator.numbers("ksize")
     if window:
         channel = 1 if operator.text("data_format", "NHWC").startswith("NC") else len(window) - 1
@@ -557,7 +546,6 @@ OPERATORS: dict[str, Callable[[Operator], tuple[Signature, ...]]] = {
     **dict.fromkeys(("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), _batch_matmul),
     "Einsum": _einsum,
     **dict.fromkeys(NUMERIC, _elementwise),
-    **dict.fromkeys(("Softmax", "LogSoftmax"), _softmax),
     "Select": _select,
     **dict.fromkeys(("BroadcastTo", "Fill"), _filled),
     "IdentityN": _identities,
@@ -573,7 +561,6 @@ OPERATORS: dict[str, Callable[[Operator], tuple[Signature, ...]]] = {
     **dict.fromkeys(_REDUCTIONS.split(), _reduction),
     **dict.fromkeys(("Gather", "GatherV2"), _gather),
     "UnsortedSegmentSum": _segment_sum,
-    "OneHot": _one_hot,
 }
 """Operator type -> how its signature is derived. Stateful and random operators have none."""
 

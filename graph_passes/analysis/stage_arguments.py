@@ -9,14 +9,13 @@ no kernels for most of what reads 32-bit integers, so that each would wait for i
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.analysis.operator_traits import ASKING
+from graph_passes.analysis.operator_traits import ASKING, asked
 from graph_passes.ir.graph import Graph, NodeDef, Ref, copied, dtype_name
 from graph_passes.ir.outline import layer_of
 from graph_passes.ir.program import (
@@ -95,7 +94,8 @@ def with_lookups(stage: Stage, tables: Sequence[Variable]) -> Stage:
             indices = Value(view.inputs(name)[1], ValueKind.INDICES)
             lookups.append(Lookup(variable.name, indices, Value(Ref(name), ValueKind.LOOKED_UP)))
         for name in reads.shapes:
-            _fix_shape(view.nodes[name], variable.shape)
+            node = view.nodes[name]
+            make_constant(node, np.array(asked(node.op, variable.shape), dtype_name(output_dtypes(node)[0])))
     if not lookups:
         return stage
     arguments = {**stage.arguments, **{lookup.rows: lookup.rows.ref for lookup in lookups}}
@@ -133,13 +133,6 @@ def _looks_up(view: Graph, node: NodeDef) -> bool:
         return False
     axis = view.nodes[view.inputs(node.name)[2].node]
     return axis.op == "Const" and int(constant_value(axis)) == 0
-
-
-def _fix_shape(node: NodeDef, shape: Sequence[int]) -> None:
-    """Makes a constant of what a node tells about a parameter's shape."""
-    dtype = np.dtype(dtype_name(output_dtypes(node)[0]))
-    known = {"Rank": len(shape), "Shape": shape, "Size": math.prod(shape)}
-    make_constant(node, np.array(known[node.op], dtype))
 
 
 def _why_whole(program: Program, stage: Stage, view: Graph, reads: _Reads, variable: Variable) -> str:

@@ -220,13 +220,16 @@ def sharded_update(
             slots, and numbers that all elements have in common.
     """
     variables = {variable.name: variable for variable in update.variables.values()}
-    shapes = {name: _gradient_shape(update.graph, ref) for name, ref in update.gradients.items()}
-    gradients = {name: shape for name, shape in shapes.items() if dense and math.prod(shape) >= count}
+    # A gradient's parameter needn't be in the update.
+    shapes = {name: _node(update.graph, "", ref.node).attr["shape"].shape for name, ref in update.gradients.items()}
+    sizes = {name: tuple(dim.size for dim in shape.dim) for name, shape in shapes.items()}
+    gradients = {name: shape for name, shape in sizes.items() if dense and math.prod(shape) >= count}
     cut = set(gradients.values())
     whole = {name for name, variable in variables.items() if name in by_row or name in apart or name in update.slices}
     elements = {name for name, variable in variables.items() if variable.shape in cut and name not in whole}
     walk = _Walk(update, elements, by_row)
-    walk.whole_graph(shapes, gradients)
+    given = {ref: name for name, ref in update.gradients.items() if name in gradients}
+    walk.follow("", update.graph, given, update.variables, {} if update.totals is None else {update.totals.node: (2,)})
     graph = copied(update.graph)
     for (function, node), shape in walk.constants.items():
         value = constant_value(_node(graph, function, node)).flat[0]
@@ -244,11 +247,6 @@ def sharded_update(
     }
     rename_functions(graph, f"_of_{count}_shards")  # A group alike may have the whole ones.
     return dataclasses.replace(update, graph=graph, variables=in_shards, row_shapes={})
-
-
-def _gradient_shape(graph: GraphDef, ref: Ref) -> tuple[int, ...]:
-    """Returns the shape of a dense gradient, whose parameter needn't be in the update, from its placeholder."""
-    return tuple(dim.size for dim in _node(graph, "", ref.node).attr["shape"].shape.dim)
 
 
 def _in_shards(variable: Variable, count: int, stored: Container[str]) -> Variable:
@@ -291,29 +289,11 @@ class _Walk:
     """
 
     def __init__(self, update: Captured, sharded: Container[str], by_row: Container[str]) -> None:
-        self._update, self._sharded, self._by_row = update, sharded, by_row
-        self._library = update.graph.library
+        self._library, self._sharded, self._by_row = update.graph.library, sharded, by_row
         self.constants: dict[_Constant, tuple[int, ...]] = {}
         self.lengths: dict[_Constant, tuple[int, ...]] = {}
 
-    def whole_graph(self, gradients: Mapping[str, Shape], sharded: Container[str]) -> None:
-        """Follows them through all of the update.
-
-        Args:
-            gradients: parameter -> shape of its dense gradient.
-            sharded: the parameters of whose gradient the update gets a shard.
-        """
-        placeholders = self._update.gradients
-        shapes = {placeholders[name].node: shape for name, shape in gradients.items()}
-        if self._update.totals is not None:
-            shapes[self._update.totals.node] = (2,)
-        elements = {ref: name for name, ref in placeholders.items() if name in sharded}
-        self._walk("", self._update.graph, elements, self._update.variables, shapes)
-
-    def _is_sharded(self, variable: Variable) -> bool:
-        return variable.name in self._sharded
-
-    def _walk(
+    def follow(
         self,
         function: str,
         graph: GraphDef,
@@ -321,7 +301,15 @@ class _Walk:
         handles: Mapping[Ref, Variable],
         placeholders: Mapping[str, Shape],
     ) -> _Scope:
-        """Follows the nodes of a graph, producers first; returns facts of its tensors."""
+        """Follows the nodes of a graph, producers first; returns facts of its tensors.
+
+        Args:
+            function: see `_Scope`.
+            graph: the graph.
+            elements: placeholders that have elements of a variable.
+            handles: placeholders that are handles.
+            placeholders: their shapes, where the graph doesn't tell these.
+        """
         view, handles = Graph(graph), dict(handles)
         order = view.topological()
         for name in order:
@@ -346,8 +334,8 @@ class _Walk:
             return [scope.elements.get(ref, "") for ref in inputs]
         if used and node.op in READS | _ASSIGNMENTS:
             return self._used(scope, node, used[0])
-        if (whose := next(filter(self._is_sharded, used), None)) is not None:
-            raise CoupledElementsError(f"{node.op} of {whose.name!r}")
+        if (whose := next((variable.name for variable in used if variable.name in self._sharded), None)) is not None:
+            raise CoupledElementsError(f"{node.op} of {whose!r}")
         return self._computed(scope, node)
 
     def _check_readers(self, scope: _Scope, name: str) -> None:
@@ -363,7 +351,7 @@ class _Walk:
 
     def _used(self, scope: _Scope, node: NodeDef, variable: Variable) -> list[str]:
         """Checks a variable's read or assignment; returns the origins of its results' elements."""
-        is_sharded = self._is_sharded(variable)
+        is_sharded = variable.name in self._sharded
         if node.op in READS:
             if is_sharded and node.op != "ReadVariableOp":
                 raise CoupledElementsError(f"{node.op} of {variable.name!r}")
@@ -433,7 +421,7 @@ class _Walk:
         for function, body, given, wanted in _entered(self._library, node, inputs):
             shapes = {own.node: shape for own, shape in _inside(scope.shapes, given).items() if shape is not None}
             elements, handles = _inside(scope.elements, given), _inside(scope.handles, given)
-            branches.append((self._walk(function, body, elements, handles, shapes), wanted))
+            branches.append((self.follow(function, body, elements, handles, shapes), wanted))
         return [
             self._result(node, [(branch, wanted[output]) for branch, wanted in branches])
             for output in range(len(branches[0][1]))
