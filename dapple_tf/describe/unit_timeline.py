@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
-from dapple_tf.schedules.schedule_request import ScheduleError
+from dapple_tf.schedules.schedule_check import lockstep
 from dapple_tf.view.timeline import Span, Timeline
-from graph_passes.ir.batching import Interval, intervals, split_evenly
+from graph_passes.ir.batching import intervals, split_evenly
 from graph_passes.ir.tasks import Phase, Schedule, Task
 
 if TYPE_CHECKING:
     from dapple_tf.describe.plan import Plan
+
+F, B, BX, BW = Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
 
 
 def unit_timeline(plan: Plan, schedule: Schedule | None = None) -> Timeline:
@@ -29,7 +32,7 @@ def unit_timeline(plan: Plan, schedule: Schedule | None = None) -> Timeline:
         ScheduleError: the schedule deadlocks.
     """
     schedule = plan.order_tasks() if schedule is None else schedule
-    spans = _Order(plan, schedule).spans()
+    spans = _spans(plan, schedule)
     count = max((task.micro_batch + 1 for task in schedule.tasks), default=1)
     return Timeline(
         "planned",
@@ -41,65 +44,29 @@ def unit_timeline(plan: Plan, schedule: Schedule | None = None) -> Timeline:
     )
 
 
-class _Order:
-    """The start of each task of a schedule, as early as possible."""
-
-    def __init__(self, plan: Plan, schedule: Schedule) -> None:
-        self._schedule = schedule
-        self._seconds = [stage.task_seconds or (1.0, 1.0, 1.0) for stage in plan.stages]
-        micro_batches = intervals(split_evenly(plan.global_batch_size, plan.micro_batches))
-        self._slices = [[plan.slices(stage, part) for part in micro_batches] for stage in range(plan.num_stages)]
-        self._spans: dict[Task, Span] = {}
-
-    def spans(self) -> tuple[Span, ...]:
-        """Returns all tasks' spans by start, each with the position of the task that it waited for last."""
-        queues = {device: list(reversed(tasks)) for device, tasks in self._schedule.orders.items()}
-        last: dict[int, Task] = {}
-        causes: dict[Task, Task] = {}
-        moved = True
-        while moved:
-            moved = False
-            for device, tasks in queues.items():
-                while tasks and (before := self._ready(tasks[-1])) is not None:
-                    task = tasks.pop()
-                    if device in last:
-                        before.append(last[device])
-                    start = max((self._spans[other].end for other in before), default=0.0)
-                    if before:
-                        causes[task] = max(before, key=lambda other: self._spans[other].end)
-                    end = start + self._length(task)
-                    self._spans[task] = Span(
-                        task.phase.value, start, end, device, task.stage, task.micro_batch, task.replica
-                    )
-                    last[device] = task
-                    moved = True
-        if any(queues.values()):
-            stuck = next(tasks[-1] for tasks in queues.values() if tasks)
-            raise ScheduleError(f"the schedule deadlocks: {stuck} never has what it waits for")
-        ordered = sorted(self._spans, key=lambda task: (self._spans[task].start, self._spans[task].device or 0))
-        places = {task: position for position, task in enumerate(ordered)}
-        return tuple(
-            self._spans[task]._replace(cause=places[causes[task]] if task in causes else None) for task in ordered
-        )
-
-    def _ready(self, task: Task) -> list[Task] | None:
-        """Returns the tasks that a task waits for besides its device; None if one isn't over."""
-        own = self._slice(task)
+def _spans(plan: Plan, schedule: Schedule) -> tuple[Span, ...]:
+    """Returns all tasks as early as possible, by start, each with the position of the task that it waited for last."""
+    micro_batches = intervals(split_evenly(plan.global_batch_size, plan.micro_batches))
+    slices = [[plan.slices(stage, part) for part in micro_batches] for stage in range(plan.num_stages)]
+    spans: dict[Task, Span] = {}
+    causes: dict[Task, Task] = {}
+    last: dict[int, Task] = {}
+    for device, task in itertools.chain.from_iterable(step.items() for step in lockstep(schedule)):
+        own = slices[task.stage][task.micro_batch][task.replica]
         before = [
             other
-            for other in self._schedule.inputs(task)
-            if other.stage == task.stage or own.overlap(self._slice(other)).size
+            for other in schedule.inputs(task)
+            if other.stage == task.stage or own.overlap(slices[other.stage][other.micro_batch][other.replica]).size
         ]
-        return before if all(other in self._spans for other in before) else None
-
-    def _slice(self, task: Task) -> Interval:
-        return self._slices[task.stage][task.micro_batch][task.replica]
-
-    def _length(self, task: Task) -> float:
-        forward, input_grad, weight_grad = self._seconds[task.stage]
-        return {
-            Phase.FORWARD: forward,
-            Phase.BACKWARD: input_grad + weight_grad,
-            Phase.INPUT_GRAD: input_grad,
-            Phase.WEIGHT_GRAD: weight_grad,
-        }[task.phase]
+        before += [last[device]] if device in last else []
+        if before:
+            causes[task] = max(before, key=lambda other: spans[other].end)
+        start = spans[causes[task]].end if before else 0.0
+        forward, *backward = plan.stages[task.stage].task_seconds or (1.0, 1.0, 1.0)
+        seconds = {F: forward, B: sum(backward), BX: backward[0], BW: backward[1]}[task.phase]
+        place = (device, task.stage, task.micro_batch, task.replica)
+        spans[task] = Span(task.phase.value, start, start + seconds, *place)
+        last[device] = task
+    ordered = sorted(spans, key=lambda task: (spans[task].start, spans[task].device or 0))
+    places = {task: position for position, task in enumerate(ordered)}
+    return tuple(spans[task]._replace(cause=places[causes[task]] if task in causes else None) for task in ordered)
