@@ -151,24 +151,6 @@ def test_functions_that_were_traced_before(pair: Pair, monkeypatch: pytest.Monke
     assert_same_values(pipelined.sync(), plain)
 
 
-def test_what_is_assigned_between_batches_counts(pair: Pair) -> None:
-    """One variable, all, a slot, a counter; the others keep what devices have."""
-    for step in range(4):
-        for model in (pair.plain, pair.pipelined):
-            model.train_on_batch(X[:7], Y[:7])
-        for model in (pair.plain, pair.model):
-            if step == 0:
-                model.get_layer("first").kernel.assign_add(np.ones((4, 6)))
-            if step == 1:
-                model.set_weights([0.5 * weight for weight in model.get_weights()])
-            if step == 2:
-                model.optimizer.iterations.assign(1)
-                model.optimizer.variables[-1].assign(model.optimizer.variables[-1] * 0.3)
-            if step == 3:
-                model.get_layer("second").kernel.value[1:3].assign(np.zeros((2, 5), "float32"))
-    assert_same_values(pair.model, pair.plain)
-
-
 # --- what it costs
 
 
@@ -262,18 +244,6 @@ def test_a_pipelined_model_that_is_dropped_leaves_its_values() -> None:
     assert_same_values(model, plain)
 
 
-def test_a_step_that_fails_leaves_no_mixture(pair: Pair) -> None:
-    """The model has what all of it had at the last sync, also what somebody has looked at since."""
-    pair.pipelined.train_on_batch(X[:7], Y[:7])
-    before = values(pair.pipelined.sync())
-    pair.pipelined.train_on_batch(X[:7], Y[:7])
-    assert int(pair.model.optimizer.iterations) == 2
-    with pytest.raises(dapple.StepError, match=r"the model keeps the values of its last sync\(\), 1 step ago"):
-        pair.pipelined.train_on_batch(X[:7], Y[:7] + 9)
-    assert int(pair.model.optimizer.iterations) == 1
-    assert_close(values(pair.model), before)
-
-
 @pytest.mark.parametrize(("where", "left"), [("step", 4), ("on a batch", 5), ("evaluation", 6)])
 def test_an_error_undoes_no_finished_epoch(pair: Pair, monkeypatch: pytest.MonkeyPatch, where: str, left: int) -> None:
     """In the sixth step, where epochs have two: ten epochs were lost, as values came back after a hundred steps."""
@@ -296,20 +266,3 @@ def test_an_error_undoes_no_finished_epoch(pair: Pair, monkeypatch: pytest.Monke
             pair.pipelined.fit(batches(), epochs=3, steps_per_epoch=2, verbose=0)
             pair.pipelined.evaluate(*bad, verbose=0)
     assert int(pair.model.optimizer.iterations) == left
-
-
-def test_a_restored_checkpoint_is_read_at_once_and_no_error_undoes_it(pair: Pair, tmp_path: pathlib.Path) -> None:
-    """Before a step was prepared the model had its first values until then."""
-    pair.pipelined.train_on_batch(X[:7], Y[:7])
-    expected = values(pair.model)
-    pair.pipelined.save_checkpoint(tmp_path)
-    pair.pipelined.train_on_batch(X[:7], Y[:7])
-    fresh = transform(build())
-    fresh.restore_checkpoint(tmp_path)
-    assert_close(values(fresh.model), expected)
-    for own in (pair.pipelined, fresh):
-        own.restore_checkpoint(tmp_path)
-        with pytest.raises(dapple.StepError, match="0 steps ago"):
-            own.train_on_batch(X[:7], Y[:7] + 9)
-        assert int(own.model.optimizer.iterations) == 1
-        assert_close(values(own.model), expected)
