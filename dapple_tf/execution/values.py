@@ -111,6 +111,7 @@ class LiveValues:
         self._synced: Known = {}  # what the model had before devices were ahead
         self._source: Restoration | None = None  # the files' values
         self._unsure = True  # whether something may have been assigned
+        self._rate: tf.Tensor | None = None  # the learning rate that devices have
         self._running = False
         self._told: set[str] = set()
         self._open(session)
@@ -163,13 +164,19 @@ class LiveValues:
         return rate if isinstance(rate, keras.Variable) else None
 
     @property
+    def _rate_name(self) -> list[str]:
+        """Name of the learning rate, if it is a variable, which devices get from the model, and may lack."""
+        rate = self.learning_rate
+        return [self.table.name_of(rate)] if rate is not None and self.table.knows(rate) else []
+
+    @property
     def watched(self) -> dict[str, keras.Variable]:
         """The variables whose newest values may be on the devices."""
-        table, rate = self.table, self.learning_rate
+        table, rate = self.table, self._rate_name
         return {
             name: variable
             for name, variable in table.keras_variables.items()
-            if variable is not rate and table.kind_of(name) is not VariableKind.METRIC
+            if name not in rate and table.kind_of(name) is not VariableKind.METRIC
         }
 
     def _has(self, name: str) -> bool:
@@ -199,7 +206,7 @@ class LiveValues:
             # Known variables keep the model's values, which were fetched, or assigned since.
             known = {name for name in self._known if self._has(name)} if self.ahead else set()
             self.flush()
-            self._stored.save(self.learning_rate, known)
+            self._stored.save(known | {*self._rate_name})
         elif not deferred:
             return
         if deferred:
@@ -303,11 +310,10 @@ class LiveValues:
 
     def push_learning_rate(self) -> None:
         """Copies the learning rate -> devices, if they have another one."""
-        rate = self.learning_rate
-        if rate is not None and self._stored.lacks_rate(rate):
-            self.flush()  # with the rate of its own step
-            with self._updates():
-                self._stored.load_rate(rate)
+        for name, value in self._in_model(self._rate_name).items():
+            if self._rate is None or not _equal(self._rate, value):
+                self.push({name: value})  # after left-over updates, which have the rate of their own step
+                self._rate = value
 
     def load(self) -> None:
         """Lets the next step copy model -> devices, whatever these have."""
@@ -339,7 +345,8 @@ class LiveValues:
 
     def _load(self, given: Mapping[str, tf.Tensor] | None = None) -> None:
         with self._timing.part("load variables"):
-            self._stored.load(self.learning_rate, given)
+            self._stored.load(given)
+        self._rate = next(iter(self._in_model(self._rate_name).values()), None)
 
     # ---- steps
 
@@ -461,7 +468,7 @@ class LiveValues:
         """
         self._snapshots.restore(path, located)
         self._stored.filled()
-        self.left_over = None
+        self.left_over = self._rate = None
         self._become(Newest.DEVICES)
 
     def restore(self, source: Restoration) -> None:
