@@ -1,4 +1,4 @@
-"""The one store of values: where a model's newest values are, and how they get to devices, model and files."""
+"""The store of values: where a model's newest ones are, and how they move."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class UpdatingSession(Session, Protocol):
 
 
 class LiveValues:
-    """The values of a model's variables on the devices of one session after the other, in the model, and in files.
+    """The values of a model's variables: on devices, in the model, and in files.
 
     | newest | where the newest values are | known |
     |---|---|---|
@@ -69,10 +69,12 @@ class LiveValues:
     | `supply`: a step needs values | all are loaded: EQUAL | servers read; known: EQUAL, else DEVICES | | |
     | `step` that trains | | | DEVICES | |
     | `rearrange`: others keep variables | | | MODEL | as `sync`, then MODEL |
-    | `restore`, `restore_again`, `recover` | FILES, or DEVICES once a step is prepared | same | same | same |
+    | `restore`: a checkpoint's values count | DEVICES, or FILES before the first step | same | same | same |
     | `load`: the model's values count | MODEL | MODEL | MODEL | MODEL |
     | `drop`: the devices' are lost or wrong | MODEL | MODEL | MODEL | MODEL, with its values of the last EQUAL |
-    | `close`: the session ends | | | | MODEL, until recovery brings values |
+    | `close`: the session ends | | | | MODEL, but known ones stay known for recovery |
+    | `recover`: the base of recovery counts | DEVICES | DEVICES | | |
+    | `restore_again`: devices lost a checkpoint | as `restore`; MODEL if some were assigned | MODEL, if known | | |
 
     A model made under ``deferred_init`` lacks values that only devices have: EQUAL then has all values that the model
     has, `sync` fetches the others, and `rearrange` moves values from device to device. The learning rate is always the
