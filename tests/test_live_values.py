@@ -151,19 +151,6 @@ def test_functions_that_were_traced_before(pair: Pair, monkeypatch: pytest.Monke
     assert_same_values(pipelined.sync(), plain)
 
 
-def test_what_is_assigned_between_batches_counts(pair: Pair) -> None:
-    """All, or a part of one; the others keep what devices have."""
-    for step in range(2):
-        for model in (pair.plain, pair.pipelined):
-            model.train_on_batch(X[:7], Y[:7])
-        for model in (pair.plain, pair.model):
-            if step == 0:
-                model.set_weights([0.5 * weight for weight in model.get_weights()])
-            else:
-                model.get_layer("second").kernel.value[1:3].assign(np.zeros((2, 5), "float32"))
-    assert_same_values(pair.model, pair.plain)
-
-
 # --- what it costs
 
 
@@ -279,20 +266,3 @@ def test_an_error_undoes_no_finished_epoch(pair: Pair, monkeypatch: pytest.Monke
             pair.pipelined.fit(batches(), epochs=3, steps_per_epoch=2, verbose=0)
             pair.pipelined.evaluate(*bad, verbose=0)
     assert int(pair.model.optimizer.iterations) == left
-
-
-def test_a_restored_checkpoint_is_read_at_once_and_no_error_undoes_it(pair: Pair, tmp_path: pathlib.Path) -> None:
-    """Before a step was prepared the model had its first values until then."""
-    pair.pipelined.train_on_batch(X[:7], Y[:7])
-    expected = values(pair.model)
-    pair.pipelined.save_checkpoint(tmp_path)
-    pair.pipelined.train_on_batch(X[:7], Y[:7])
-    fresh = transform(build())
-    fresh.restore_checkpoint(tmp_path)
-    assert_close(values(fresh.model), expected)
-    for own in (pair.pipelined, fresh):
-        own.restore_checkpoint(tmp_path)
-        with pytest.raises(dapple.StepError, match="0 steps ago"):
-            own.train_on_batch(X[:7], Y[:7] + 9)
-        assert int(own.model.optimizer.iterations) == 1
-        assert_close(values(own.model), expected)

@@ -88,7 +88,7 @@ class StepBuilder:
 
     @without_collection
     def build(self, mode: Mode, spec: BatchSpec, training: bool) -> tuple[Build, Arrangement]:
-        """Makes stage functions for batches of this structure; returns them, and which stages keep which variables."""
+        """Returns stage functions for batches of this structure, and the arrangement of variables for them."""
         start = time.perf_counter()
         model, table = self._model, self._table
         if mode is not Mode.PREDICT:

@@ -1,4 +1,4 @@
-"""The one store of values: where a model's newest values are, and how they get to devices, model and files."""
+"""The store of values: where a model's newest ones are, and how they move."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class UpdatingSession(Session, Protocol):
 
 
 class LiveValues:
-    """The values of a model's variables on the devices of one session after the other, in the model, and in files.
+    """The values of a model's variables: on devices, in the model, and in files.
 
     | newest | where the newest values are | known |
     |---|---|---|
@@ -69,10 +69,12 @@ class LiveValues:
     | `supply`: a step needs values | all are loaded: EQUAL | servers read; known: EQUAL, else DEVICES | | |
     | `step` that trains | | | DEVICES | |
     | `rearrange`: others keep variables | | | MODEL | as `sync`, then MODEL |
-    | `restore`, `restore_again`, `recover` | FILES, or DEVICES once a step is prepared | same | same | same |
+    | `restore`: a checkpoint's values count | DEVICES, or FILES before the first step | same | same | same |
     | `load`: the model's values count | MODEL | MODEL | MODEL | MODEL |
     | `drop`: the devices' are lost or wrong | MODEL | MODEL | MODEL | MODEL, with its values of the last EQUAL |
-    | `close`: the session ends | | | | MODEL, until recovery brings values |
+    | `close`: the session ends | | | | MODEL, but known ones stay known for recovery |
+    | `recover`: the base of recovery counts | DEVICES | DEVICES | | |
+    | `restore_again`: devices lost a checkpoint | as `restore`; MODEL if some were assigned | MODEL, if known | | |
 
     A model made under ``deferred_init`` lacks values that only devices have: EQUAL then has all values that the model
     has, `sync` fetches the others, and `rearrange` moves values from device to device. The learning rate is always the
@@ -111,6 +113,7 @@ class LiveValues:
         self._synced: Known = {}  # what the model had before devices were ahead
         self._source: Restoration | None = None  # the files' values
         self._unsure = True  # whether something may have been assigned
+        self._rate: tf.Tensor | None = None  # the learning rate that devices have
         self._running = False
         self._told: set[str] = set()
         self._open(session)
@@ -163,13 +166,19 @@ class LiveValues:
         return rate if isinstance(rate, keras.Variable) else None
 
     @property
+    def _rate_name(self) -> list[str]:
+        """Name of the learning rate, if it is a variable, which devices get from the model, and may lack."""
+        rate = self.learning_rate
+        return [self.table.name_of(rate)] if rate is not None and self.table.knows(rate) else []
+
+    @property
     def watched(self) -> dict[str, keras.Variable]:
         """The variables whose newest values may be on the devices."""
-        table, rate = self.table, self.learning_rate
+        table, rate = self.table, self._rate_name
         return {
             name: variable
             for name, variable in table.keras_variables.items()
-            if variable is not rate and table.kind_of(name) is not VariableKind.METRIC
+            if name not in rate and table.kind_of(name) is not VariableKind.METRIC
         }
 
     def _has(self, name: str) -> bool:
@@ -199,7 +208,7 @@ class LiveValues:
             # Known variables keep the model's values, which were fetched, or assigned since.
             known = {name for name in self._known if self._has(name)} if self.ahead else set()
             self.flush()
-            self._stored.save(self.learning_rate, known)
+            self._stored.save(known | {*self._rate_name})
         elif not deferred:
             return
         if deferred:
@@ -303,11 +312,10 @@ class LiveValues:
 
     def push_learning_rate(self) -> None:
         """Copies the learning rate -> devices, if they have another one."""
-        rate = self.learning_rate
-        if rate is not None and self._stored.lacks_rate(rate):
-            self.flush()  # with the rate of its own step
-            with self._updates():
-                self._stored.load_rate(rate)
+        for name, value in self._in_model(self._rate_name).items():
+            if self._rate is None or not _equal(self._rate, value):
+                self.push({name: value})  # after left-over updates, which have the rate of their own step
+                self._rate = value
 
     def load(self) -> None:
         """Lets the next step copy model -> devices, whatever these have."""
@@ -339,7 +347,8 @@ class LiveValues:
 
     def _load(self, given: Mapping[str, tf.Tensor] | None = None) -> None:
         with self._timing.part("load variables"):
-            self._stored.load(self.learning_rate, given)
+            self._stored.load(given)
+        self._rate = next(iter(self._in_model(self._rate_name).values()), None)
 
     # ---- steps
 
@@ -461,7 +470,7 @@ class LiveValues:
         """
         self._snapshots.restore(path, located)
         self._stored.filled()
-        self.left_over = None
+        self.left_over = self._rate = None
         self._become(Newest.DEVICES)
 
     def restore(self, source: Restoration) -> None:

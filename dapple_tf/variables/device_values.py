@@ -1,4 +1,4 @@
-"""Graphs that give variables their values: from the host, by their initializers, or from other devices, and back."""
+"""Graphs that bring variables' values from host, initializers or other devices, and back."""
 
 from __future__ import annotations
 

@@ -8,12 +8,11 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-import keras
 import numpy as np
 
 from dapple_tf.common.garbage import without_collection
 from dapple_tf.frontend.initialization import Initial, initial_of
-from dapple_tf.frontend.variables import VariableTable, assign_value, read_value
+from dapple_tf.frontend.variables import VariableTable, assign_value
 from dapple_tf.variables.device_values import (
     Holding,
     StorageNodes,
@@ -60,7 +59,6 @@ class StoredValues:
         self._table, self._holdings, self._session = table, holdings, session
         self._nodes: StorageNodes | None = None
         self._numbers = itertools.count()  # of graphs that have been added
-        self._rate: float | None = None  # that the devices have
         self._loaders: dict[str, tuple[str, list[str]]] = {}  # variable -> placeholder, nodes
         self._savers: dict[str, str] = {}  # variable -> its value
 
@@ -69,11 +67,10 @@ class StoredValues:
         """Whether devices may have values."""
         return self._nodes is not None
 
-    def load(self, rate: keras.Variable | None, given: Mapping[str, Any] | None = None) -> None:
+    def load(self, given: Mapping[str, Any] | None = None) -> None:
         """Copies Keras values -> devices, which initialise variables without one themselves (see `deferred_init`).
 
         Args:
-            rate: the learning rate, if it is a variable, which devices then have.
             given: values to use instead of Keras'.
         """
         nodes = self._made()
@@ -81,7 +78,6 @@ class StoredValues:
             self._bring(nodes.holdings, given or {})
         else:
             self._feed(nodes, given or {})
-        self._rate = None if rate is None else float(rate.numpy())
 
     @property
     def deferred(self) -> bool:
@@ -151,7 +147,6 @@ class StoredValues:
 
     def take_over(self, other: StoredValues) -> None:
         """Copies all values from the devices of another session, some at a time; ``other`` keeps them, too."""
-        self._rate = other._rate
         for holding in self._made().holdings:
             for bucket in _buckets(holding.variables):
                 values = other._read(holding, bucket)
@@ -165,17 +160,10 @@ class StoredValues:
         self._session.add(graph, prefix)
         return self._session.run([f"{prefix}/{ref.node}:{ref.output}" for ref in refs])
 
-    def save(self, rate: keras.Variable | None, others: Collection[str] = ()) -> None:
-        """Copies devices -> Keras values, each variable from the first device that keeps it.
-
-        Args:
-            rate: the learning rate, if it is a variable; it isn't saved: devices get it from Keras, and may lack a
-                callback's last value.
-            others: other variables not to save.
-        """
+    def save(self, others: Collection[str]) -> None:
+        """Copies devices -> Keras values but for ``others``, each variable from the first device that keeps it."""
         nodes = self._made()
-        seen = {self._table.name_of(rate)} if rate is not None and self._table.knows(rate) else set()
-        seen |= set(others)
+        seen = set(others)
         if self.deferred:
             self._save_in_parts(nodes.holdings, seen)
             return
@@ -232,18 +220,8 @@ class StoredValues:
             self._session.run([node for name in values for node in self._loaders[name][1]], held)
 
     def filled(self) -> None:
-        """Notes that devices have values from elsewhere, perhaps another learning rate than the model's."""
+        """Notes that devices have values from elsewhere."""
         self._made()
-        self._rate = None
-
-    def lacks_rate(self, rate: keras.Variable | None) -> bool:
-        """Whether the learning rate is a variable that devices keep, and they have another value of it."""
-        return rate is not None and self._table.knows(rate) and float(read_value(rate)) != self._rate
-
-    def load_rate(self, rate: keras.Variable) -> None:
-        """Copies the learning rate -> devices."""
-        self._rate = float(read_value(rate))
-        self.load_some({self._table.name_of(rate): self._rate})
 
     @without_collection
     def _made(self, holdings: Sequence[Holding] | None = None) -> StorageNodes:
