@@ -65,9 +65,12 @@ class WorkerLostError(DappleError):
         super().__init__(text)
         self.task, self.address, self.out_of_memory = task, address, out_of_memory
 
-    def anew(self) -> WorkerLostError:
-        """Returns the same error without its traceback, which holds frames and all that they use: batches, say."""
-        return WorkerLostError(str(self), self.task, self.address, self.out_of_memory)
+    def anew(self, text: str = "") -> WorkerLostError:
+        """Returns the same error, perhaps with another text, without its traceback.
+
+        That holds frames and all that they use: batches, say.
+        """
+        return WorkerLostError(text or str(self), self.task, self.address, self.out_of_memory)
 
 
 class VerificationError(DappleError):

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -123,19 +123,8 @@ class Log:
         self.last: dict[str, tf.Tensor] = {}
         self.former: tuple[Base, list[Trained]] | None = None
 
-    def agreed(self, values: Mapping[str, tf.Tensor]) -> None:
-        """Notes that devices and model have the same values now."""
-        self._begin(values)
-
-    def restored(self, path: Path) -> None:
-        """Notes that devices have the values of a checkpoint now."""
-        self._begin(path)
-
-    def forget(self) -> None:
-        """Notes that the model's values are the valid ones now, whatever devices had."""
-        self._begin(None)
-
-    def _begin(self, base: Base | None) -> None:
+    def begin(self, base: Base | None) -> None:
+        """Notes that devices have these values now; None if the model's are the valid ones, whatever devices had."""
         self.base, self.former = base, None
         self.batches.clear()
         self.last = {}
@@ -269,7 +258,7 @@ class Elastic:
     def close(self) -> None:
         """Frees the devices; the model's values are the valid ones from now on."""
         self.engine.close()
-        self.log.forget()
+        self.log.begin(None)
         self.broken = False
 
     @property
@@ -401,12 +390,7 @@ class Elastic:
                         return away
                     # If all are there, they came back just now, or something else prevents a session.
                     if away or policy.action == "restart" or waited >= longest:
-                        raise WorkerLostError(
-                            f"{error}; after {waited:.0f} s it isn't back: {still}",
-                            error.task,
-                            error.address,
-                            error.out_of_memory,
-                        ) from still
+                        raise error.anew(f"{error}; after {waited:.0f} s it isn't back: {still}") from still
                 if time.monotonic() - reported >= _REPORT_SECONDS:
                     reported = time.monotonic()
                     logger.warning("still waiting, for %.0f s so far: %s", waited, str(still))
@@ -424,12 +408,7 @@ class Elastic:
         ]
         runs = f"it ran stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}; " if stages else ""
         needs = f"{self._memory_of(stages)}; " if error.out_of_memory else ""
-        return WorkerLostError(
-            f"{error}; {runs}{needs}the last finished step is {self.steps}; {self.kept}",
-            error.task,
-            error.address,
-            error.out_of_memory,
-        )
+        return error.anew(f"{error}; {runs}{needs}the last finished step is {self.steps}; {self.kept}")
 
     def _memory_of(self, stages: Sequence[int]) -> str:
         """Returns what stages were predicted to need, what there is, and what to do about it."""
@@ -533,32 +512,25 @@ class Elastic:
             assert isinstance(base, Path)
             self.engine.values.restore_again(base)
             return
-        with _learning_rate(self.engine.values.learning_rate) as set_rate:
-            try:
-                self.engine.recover(self._spec)
-            except CheckpointError as error:
-                if not log.fall_back():
-                    raise
-                self._saver.newest = None
-                former = "the values in memory" if isinstance(log.base, Mapping) else log.base
-                logger.warning("%s; going back to %s, %d steps before", error, former, len(log.batches))
-                self.engine.recover(self._spec)
+        try:
+            self.engine.recover(self._spec)
+        except CheckpointError as error:
+            if not log.fall_back():
+                raise
+            self._saver.newest = None
+            former = "the values in memory" if isinstance(log.base, Mapping) else log.base
+            logger.warning("%s; going back to %s, %d steps before", error, former, len(log.batches))
+            self.engine.recover(self._spec)
+        rate = self.engine.values.learning_rate
+        present = None if rate is None else float(rate.numpy())
+        try:
             for entry in log.batches:
-                set_rate(entry.rate)
+                if rate is not None:
+                    rate.assign(entry.rate)
                 self.engine.values.push(entry.assigned)
                 self._again(entry.batch)
             self.engine.values.push(log.last)
+        finally:
+            if rate is not None:
+                rate.assign(present)
         logger.info("trained again on %d batches, up to step %d", len(log.batches), self.steps)
-
-
-@contextlib.contextmanager
-def _learning_rate(variable: keras.Variable | None) -> Iterator[Callable[[float | None], None]]:
-    """Yields a function that sets an earlier learning rate; restores the present one at the context's end."""
-    if variable is None:
-        yield lambda rate: None
-        return
-    now = float(variable.numpy())
-    try:
-        yield lambda rate: None if rate is None else variable.assign(rate)
-    finally:
-        variable.assign(now)

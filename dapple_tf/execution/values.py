@@ -270,7 +270,7 @@ class LiveValues:
         self._unsure |= bool(self._known)
         values = {name: value for name, value in {**self._in_model(), **self._known}.items() if value is not None}
         self._become(Newest.EQUAL, values)
-        self._log.agreed(values)
+        self._log.begin(values)
 
     def _tell(self, level: int, what: str) -> None:
         if what not in self._told:
@@ -302,7 +302,7 @@ class LiveValues:
         else:
             self.push(changed)
             self._become(Newest.EQUAL, now)
-            self._log.agreed(now)
+            self._log.begin(now)
 
     def push(self, values: Mapping[str, tf.Tensor]) -> None:
         """Copies values of some variables -> devices, which have values of all."""
@@ -321,7 +321,7 @@ class LiveValues:
         """Lets the next step copy model -> devices, whatever these have."""
         self.left_over = None
         self._become(Newest.MODEL)
-        self._log.forget()
+        self._log.begin(None)
 
     def drop(self) -> None:
         """Discards the devices' values, which are lost or wrong, and lets the next step copy the model's to them.
@@ -340,7 +340,7 @@ class LiveValues:
             source.onto_devices()
             if known:
                 self._become(Newest.EQUAL, known)
-                self._log.agreed({name: value for name, value in known.items() if value is not None})
+                self._log.begin({name: value for name, value in known.items() if value is not None})
         elif self.newest is Newest.MODEL:
             self._load()
             self._agree()
@@ -486,7 +486,7 @@ class LiveValues:
             source.onto_devices()
         else:
             self._become(Newest.FILES, source=source)
-        self._log.restored(source.path)
+        self._log.begin(source.path)
 
     # ---- recovery
 
