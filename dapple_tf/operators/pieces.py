@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -45,10 +45,10 @@ class Pieces:
         """
         if pinned is not None:
             problem = dataclasses.replace(problem, pinned=pinned.tolist())
-        joining = _Joining(problem, sum(problem.mean_seconds) / (_PIECES_PER_DEVICE * problem.devices))
-        joining.join(_sources)
+        joining = _Joining(problem)
+        joining.join_sources()
         for _ in range(_ROUNDS):
-            if not (joining.join(_forward) | joining.join(_backward)):
+            if not (joining.join_producers() | joining.join_consumers()):
                 break
         return cls(compile_problem(joining.graph(), problem.topology), joining.piece.tolist())
 
@@ -57,103 +57,18 @@ class Pieces:
         return [devices[piece] for piece in self.piece]
 
 
-@dataclasses.dataclass
-class _Level:
-    """The current pieces, numbered in a topological order.
+class _Joining:
+    """Pieces while they grow, numbered in a topological order.
 
     Attributes:
-        seconds: of each.
-        before: of each, the pieces that it needs, with the seconds of the transfers.
-        after: of each, the pieces that need it.
-        most: the most seconds of a piece that is made of a chain.
-        may_join: whether two pieces can be on one device; if so, it binds them to each other.
-        apart: whether some of these pieces have to be on different devices.
+        piece: of each operator.
+        seconds: of each piece.
+        before: of each piece, those that it needs, with the seconds of the transfers.
+        after: of each piece, those that need it.
     """
 
-    seconds: list[float]
-    before: list[dict[int, float]]
-    after: list[dict[int, float]]
-    most: float
-    may_join: Callable[[int, int], bool]
-    apart: Callable[[Iterable[int]], bool]
-
-    def worth_joining(self, joining: float, other: float, transfer: float, chain: bool) -> bool:
-        """Returns whether a piece should join another, by their seconds; in a ``chain`` they have no other link."""
-        if joining <= transfer:
-            return chain or joining <= self.most
-        return chain and joining + other <= self.most
-
-
-def _sources(level: _Level) -> list[int]:
-    """Joins pieces without inputs that are cheaper than their transfer to their first consumer; names the last one.
-
-    It doesn't if their consumers are on several devices anyway.
-    """
-    root = list(range(len(level.seconds)))
-    seconds, needs = list(level.seconds), [len(before) for before in level.before]
-    after: dict[int, dict[int, float]] = {}  # of pieces that others have joined
-    for op in range(len(root)):
-        if needs[op]:
-            continue
-        behind = after.pop(op, {})
-        for other, transfer in level.after[op].items():
-            behind[other] = behind.get(other, 0.0) + transfer
-        if not 0 < len(behind) <= _MOST_CONSUMERS:
-            continue
-        first = min(behind)
-        joins = seconds[op] <= behind[first] and not level.apart(behind) and level.may_join(op, first)
-        if joins:
-            root[op] = first
-            seconds[first] += seconds[op]
-            kept = after.setdefault(first, {})
-        for other, transfer in behind.items():
-            if other != first and joins:
-                kept[other] = kept.get(other, 0.0) + transfer
-        if joins:
-            needs[first] -= 1
-            # Consumers of both the source and its piece now have one producer.
-            for other in behind:
-                if other != first and other in level.after[first]:
-                    needs[other] -= 1
-    return root
-
-
-def _forward(level: _Level) -> list[int]:
-    """Joins pieces to their only producer; names the first one."""
-    return _along(level, range(len(level.seconds)), level.before, level.after)
-
-
-def _backward(level: _Level) -> list[int]:
-    """Joins pieces to their only consumer; names the last one."""
-    return _along(level, range(len(level.seconds) - 1, -1, -1), level.after, level.before)
-
-
-def _along(level: _Level, order: range, toward: list[dict[int, float]], away: list[dict[int, float]]) -> list[int]:
-    root = list(range(len(order)))
-    seconds = list(level.seconds)
-    leaving = [len(others) for others in away]  # edges from a piece to those that haven't joined it
-    for op in order:
-        if not toward[op]:
-            continue
-        roots = {root[other] for other in toward[op]}
-        if len(roots) > 1:
-            continue
-        (piece,) = roots
-        chain = leaving[piece] == len(toward[op])
-        if level.worth_joining(seconds[op], seconds[piece], sum(toward[op].values()), chain) and level.may_join(
-            piece, op
-        ):
-            root[op] = piece
-            seconds[piece] += seconds[op]
-            leaving[piece] += leaving[op] - len(toward[op])
-    return root
-
-
-class _Joining:
-    """Pieces while they grow."""
-
-    def __init__(self, problem: PlacementProblem, most: float) -> None:
-        self.problem, self.most = problem, most
+    def __init__(self, problem: PlacementProblem) -> None:
+        self.problem, self.most = problem, sum(problem.mean_seconds) / (_PIECES_PER_DEVICE * problem.devices)
         self.piece = np.arange(problem.count)
         self.bound = [
             -1 if len(problem.members[group]) == 1 and problem.pinned[group] < 0 else group for group in problem.group
@@ -163,11 +78,67 @@ class _Joining:
         edges = np.asarray(problem.graph.edges, np.int64).reshape(-1, 4)
         self.edges = np.unique(edges[:, :3], axis=0)
         self.transfer = np.append(problem.mean_transfer, problem.mean_latency)  # the last one is for edges that wait
+        self._link()
 
-    def join(self, rule: Callable[[_Level], list[int]]) -> bool:
-        """Joins pieces by a rule; returns whether any were joined."""
-        level = self._level()
-        root = np.array(rule(level), np.int64)
+    def join_sources(self) -> None:
+        """Joins pieces without inputs that are cheaper than their transfer to their first consumer.
+
+        It doesn't if their consumers are on several devices anyway.
+        """
+        root = list(range(len(self.seconds)))
+        seconds, needs = list(self.seconds), [len(before) for before in self.before]
+        after: dict[int, dict[int, float]] = {}  # of pieces that others have joined
+        for op in range(len(root)):
+            if needs[op]:
+                continue
+            behind = after.pop(op, {})
+            for other, transfer in self.after[op].items():
+                behind[other] = behind.get(other, 0.0) + transfer
+            if not 0 < len(behind) <= _MOST_CONSUMERS:
+                continue
+            first = min(behind)
+            if seconds[op] <= behind[first] and not self._apart(behind) and self._may_join(op, first):
+                root[op] = first
+                seconds[first] += seconds[op]
+                needs[first] -= 1
+                del behind[first]
+                kept = after.setdefault(first, {})
+                for other, transfer in behind.items():
+                    kept[other] = kept.get(other, 0.0) + transfer
+                    # A consumer of both the source and its piece now has one producer.
+                    needs[other] -= other in self.after[first]
+        self._join(root)
+
+    def join_producers(self) -> bool:
+        """Joins pieces to their only producer; returns whether any were joined."""
+        return self._join_along(range(len(self.seconds)), self.before, self.after)
+
+    def join_consumers(self) -> bool:
+        """Joins pieces to their only consumer; returns whether any were joined."""
+        return self._join_along(range(len(self.seconds) - 1, -1, -1), self.after, self.before)
+
+    def _join_along(self, order: range, toward: list[dict[int, float]], away: list[dict[int, float]]) -> bool:
+        root = list(range(len(order)))
+        seconds = list(self.seconds)
+        leaving = [len(others) for others in away]  # edges from a piece to those that haven't joined it
+        for op in order:
+            roots = {root[other] for other in toward[op]}
+            if len(roots) != 1:
+                continue
+            (piece,) = roots
+            chain = leaving[piece] == len(toward[op])  # They have no other link.
+            if seconds[op] <= sum(toward[op].values()):
+                pays = chain or seconds[op] <= self.most
+            else:
+                pays = chain and seconds[op] + seconds[piece] <= self.most
+            if pays and self._may_join(piece, op):
+                root[op] = piece
+                seconds[piece] += seconds[op]
+                leaving[piece] += leaving[op] - len(toward[op])
+        return self._join(root)
+
+    def _join(self, roots: list[int]) -> bool:
+        root = np.array(roots, np.int64)
         kept = np.flatnonzero(root == np.arange(len(root)))
         if len(kept) == len(root):
             return False
@@ -177,21 +148,22 @@ class _Joining:
             root = root[root]
         self.piece = number[root][self.piece]
         self.bound = [self.bound[op] for op in kept.tolist()]
+        self._link()
         return True
 
-    def _level(self) -> _Level:
-        count = int(self.piece.max(initial=-1)) + 1
-        seconds = np.bincount(self.piece, self.problem.mean_seconds, count)
+    def _link(self) -> None:
+        """Adds up the pieces' seconds and transfers."""
+        count = len(self.bound)
+        self.seconds: list[float] = np.bincount(self.piece, self.problem.mean_seconds, count).tolist()
         edges = np.column_stack((self.piece[self.edges[:, :2]], self.edges[:, 2]))
         edges = np.unique(edges[edges[:, 0] != edges[:, 1]], axis=0)
         pairs, which = np.unique(edges[:, 0] * max(count, 1) + edges[:, 1], return_inverse=True)
         transfer = np.bincount(which, self.transfer[edges[:, 2]], len(pairs))
-        before: list[dict[int, float]] = [{} for _ in range(count)]
-        after: list[dict[int, float]] = [{} for _ in range(count)]
+        self.before: list[dict[int, float]] = [{} for _ in range(count)]
+        self.after: list[dict[int, float]] = [{} for _ in range(count)]
         for pair, value in zip(pairs.tolist(), transfer.tolist(), strict=True):
             first, second = divmod(pair, count)
-            after[first][second] = before[second][first] = value
-        return _Level(seconds.tolist(), before, after, self.most, self._may_join, self._apart)
+            self.after[first][second] = self.before[second][first] = value
 
     def _apart(self, pieces: Iterable[int]) -> bool:
         pins = {self.group_pin[self.sets.find(self.bound[piece])] for piece in pieces if self.bound[piece] >= 0}
