@@ -94,7 +94,7 @@ class KnownShapes(NamedTuple):
     lengths: dict[Ref, int]
 
     def at(self, refs: Iterable[Ref]) -> CallShapes:
-        """Returns what is known of a function's results, say."""
+        """Returns the known shapes of several tensors, a function's results, say."""
         several = tuple(refs)
         return CallShapes(tuple(map(self.shapes.get, several)), tuple(map(self.elements.get, several)))
 
