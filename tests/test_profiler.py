@@ -184,7 +184,7 @@ def test_layers_are_known_by_operator_where_measuring_each_takes_longer_than_it_
     method: str, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """MobileNetV3Small took 78 s, for steps of 50 ms. What isn't a time or a working buffer is as when measured."""
-    with caplog.at_level(logging.DEBUG, logger="dapple_tf.measuring.measured_operators"):
+    with caplog.at_level(logging.DEBUG, logger="dapple_tf.measuring.operator_profiler"):
         full, quick = mlp_by_layer(), measured(mlp(), [2, 8], budget=hurried(method))
     counts = [record.args for record in caplog.records if "were traced" in record.message]
     # Names of nodes tell whose work they are; were one spelled in another way, rooflines would stand in silently.
