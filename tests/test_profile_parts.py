@@ -99,9 +99,8 @@ class Layers:
         table = VariableTable(model)
         table.add_optimizer(model.optimizer)
         example, cluster = ExampleBatch.of(model), Cluster.local(1, kind="cpu")
-        self.profiled = ProfiledModel(model, table, captured(model), example, (2, 8), cluster, 0, None)
-        program, shapes = self.profiled.program, self.profiled.sample_shapes
-        self.operators = {samples: stage_operators(program, shapes, samples) for samples in (2, 8)}
+        own = self.profiled = ProfiledModel(model, table, captured(model), example, (2, 8), cluster, 0, None)
+        self.operators = {samples: stage_operators(own.program, own.sample_shapes, samples) for samples in (2, 8)}
         signatures = [stage.signatures for stage in self.operators[2]]
         self.products = [next(name for name, made in each.items() if made.op == "MatMul") for each in signatures]
 

@@ -155,16 +155,12 @@ def test_what_weight_gradients_are_computed_from() -> None:
     The first layer has no Bx, so that its Bw is the whole B: it reads tanh's results and the gradient of these.
     Features aren't kept, they are there for the whole step.
     """
-    kept = []
-    for index, layer in enumerate(mlp_by_layer().layers):
+    tensors = mlp_by_layer().tensors
+    for index, (layer, floats) in enumerate(zip(mlp_by_layer().layers, (6 + 6, 6 + 5, 5 + 3), strict=True)):
         assert layer.buffers is not None
-        costs = [layer.buffers.delayed, layer.buffers.partial]
-        for tensor in mlp_by_layer().tensors:
-            costs += [tensor.bytes] * (
-                (index in tensor.delayed) + (tensor.producer == index and tensor.gradient_delayed)
-            )
-        kept.append(sum(cost.at(1) for cost in costs))
-    assert kept == [4 * (6 + 6), 4 * (6 + 5), 4 * (5 + 3)]
+        read = [layer.buffers.delayed, layer.buffers.partial, *(t.bytes for t in tensors if index in t.delayed)]
+        read += [t.bytes for t in tensors if t.producer == index and t.gradient_delayed]
+        assert sum(cost.at(1) for cost in read) == 4 * floats
 
 
 def hurried(method: str) -> TimeBudget:
