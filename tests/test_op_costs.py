@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.core.framework.step_stats_pb2 import StepStats
 
-from dapple_tf.measuring.measured_operators import node_times
+from dapple_tf.measuring.operator_profiler import node_times
 from dapple_tf.operators import rooflines
 from dapple_tf.operators.op_costs import OperatorCosts, OperatorCostsError, device_kind
 from dapple_tf.operators.rooflines import CPU, P100, Roofline, Work, work

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from profiled import captured, mlp
 from programs import staged, two_layers
 
+from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.layer_profile import ZERO, Cost, LayerProfile, NeededLater
 from dapple_tf.describe.profile import Profile
-from dapple_tf.frontend.layer_cuts import with_functions, with_gradients
 from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.measuring.example_batch import ExampleBatch
 from dapple_tf.measuring.layers_by_operator import (
     MeasuredOperators,
     layers_by_operator,
@@ -21,6 +22,7 @@ from dapple_tf.measuring.layers_by_operator import (
     with_recomputation,
 )
 from dapple_tf.measuring.measured_layers import nearest_cost, shares
+from dapple_tf.measuring.profiled_model import ProfiledModel
 from dapple_tf.measuring.turns import PHASES, TimeBudget
 from dapple_tf.operators.op_costs import OperatorCosts
 
@@ -89,24 +91,21 @@ def test_layers_without_a_forward_tell_nothing() -> None:
     assert with_recomputation(layers, 1, 1.5) == layers
 
 
-ANYTHING = Profile("mlp", "device:CPU:0", (2, 8), (LayerProfile("any", ZERO, ZERO),), ())
-
-
 class Layers:
     """The three layers of a model, for slices of 2 and 8 samples."""
 
     def __init__(self) -> None:
         model = mlp()
-        self.table = VariableTable(model)
-        self.table.add_optimizer(model.optimizer)
-        self.program = with_functions(with_gradients(captured(model), ("first", "second")), "x_")
-        self.operators = {samples: stage_operators(self.program, [(4,), ()], samples) for samples in (2, 8)}
+        table = VariableTable(model)
+        table.add_optimizer(model.optimizer)
+        example, cluster = ExampleBatch.of(model), Cluster.local(1, kind="cpu")
+        own = self.profiled = ProfiledModel(model, table, captured(model), example, (2, 8), cluster, 0, None)
+        self.operators = {samples: stage_operators(own.program, own.sample_shapes, samples) for samples in (2, 8)}
         signatures = [stage.signatures for stage in self.operators[2]]
         self.products = [next(name for name, made in each.items() if made.op == "MatMul") for each in signatures]
 
     def profile(self, measured: MeasuredOperators | None) -> Profile:
-        names = ("first", "second", "logits")
-        return layers_by_operator(self.program, names, self.table, [(4,), ()], self.operators, measured, ANYTHING)
+        return layers_by_operator(self.profiled, self.operators, measured)
 
 
 def test_what_a_trace_does_not_tell_takes_nothing_and_all_add_up_to_the_whole() -> None:

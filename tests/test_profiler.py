@@ -155,16 +155,12 @@ def test_what_weight_gradients_are_computed_from() -> None:
     The first layer has no Bx, so that its Bw is the whole B: it reads tanh's results and the gradient of these.
     Features aren't kept, they are there for the whole step.
     """
-    kept = []
-    for index, layer in enumerate(mlp_by_layer().layers):
+    tensors = mlp_by_layer().tensors
+    for index, (layer, floats) in enumerate(zip(mlp_by_layer().layers, (6 + 6, 6 + 5, 5 + 3), strict=True)):
         assert layer.buffers is not None
-        costs = [layer.buffers.delayed, layer.buffers.partial]
-        for tensor in mlp_by_layer().tensors:
-            costs += [tensor.bytes] * (
-                (index in tensor.delayed) + (tensor.producer == index and tensor.gradient_delayed)
-            )
-        kept.append(sum(cost.at(1) for cost in costs))
-    assert kept == [4 * (6 + 6), 4 * (6 + 5), 4 * (5 + 3)]
+        read = [layer.buffers.delayed, layer.buffers.partial, *(t.bytes for t in tensors if index in t.delayed)]
+        read += [t.bytes for t in tensors if t.producer == index and t.gradient_delayed]
+        assert sum(cost.at(1) for cost in read) == 4 * floats
 
 
 def hurried(method: str) -> TimeBudget:
@@ -184,7 +180,7 @@ def test_layers_are_known_by_operator_where_measuring_each_takes_longer_than_it_
     method: str, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """MobileNetV3Small took 78 s, for steps of 50 ms. What isn't a time or a working buffer is as when measured."""
-    with caplog.at_level(logging.DEBUG, logger="dapple_tf.measuring.measured_operators"):
+    with caplog.at_level(logging.DEBUG, logger="dapple_tf.measuring.operator_profiler"):
         full, quick = mlp_by_layer(), measured(mlp(), [2, 8], budget=hurried(method))
     counts = [record.args for record in caplog.records if "were traced" in record.message]
     # Names of nodes tell whose work they are; were one spelled in another way, rooflines would stand in silently.

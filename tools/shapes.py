@@ -67,7 +67,7 @@ def cuts_by_parameters(model: keras.Model, replicas: Sequence[int]) -> list[str]
     from dapple_tf.frontend.layer_cuts import layer_stages
     from dapple_tf.frontend.variables import VariableTable
     from dapple_tf.measuring.example_batch import ExampleBatch
-    from dapple_tf.measuring.profiler import kept_metrics
+    from dapple_tf.measuring.profiled_model import kept_metrics
 
     if len(replicas) == 1:
         return []

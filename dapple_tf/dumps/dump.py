@@ -31,7 +31,7 @@ from dapple_tf.frontend.capture import Mode, build, capture, check_model
 from dapple_tf.frontend.optimizer_checks import check_optimizer
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.measuring.example_batch import ExampleBatch
-from dapple_tf.measuring.profiler import kept_metrics
+from dapple_tf.measuring.profiled_model import kept_metrics
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import placements_report
 from dapple_tf.operators.step_placer import StepPlacer

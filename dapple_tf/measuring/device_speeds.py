@@ -24,8 +24,7 @@ from dapple_tf.frontend.layer_cuts import with_functions, with_gradients
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.measuring.example_batch import ExampleBatch
 from dapple_tf.measuring.links import matrix_chains
-from dapple_tf.measuring.profiled_model import ProfiledModel
-from dapple_tf.measuring.profiler import kept_metrics
+from dapple_tf.measuring.profiled_model import ProfiledModel, kept_metrics
 from dapple_tf.measuring.timed_step import MICRO_BATCHES, StepRuns, timed_step
 from dapple_tf.measuring.turns import in_caches, in_turns
 from dapple_tf.variables.parameter_groups import group_updates

@@ -1,7 +1,7 @@
 """Costs of a model's layers from the costs of their operators.
 
 Measuring layer by layer needs a step with functions for each, whose preparation takes a minute for models of a few
-hundred layers. Operators are measured in a second, in a traced step without functions (`measured_operators.py`), or
+hundred layers. Operators are measured in a second, in a traced step without functions (`operator_profiler.py`), or
 estimated by rooflines (`operators/rooflines.py`). Shapes give the bytes of tensors.
 """
 
@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dapple_tf.common.garbage import without_collection
 from dapple_tf.describe.layer_profile import ZERO, Cost, LayerProfile, NeededLater
 from dapple_tf.describe.profile import Profile, Tensor
-from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.measuring.layer_memory import has_gradient, kept_tensors, layers_with_variables, stage_shapes
+from dapple_tf.measuring.profiled_model import ProfiledModel
 from dapple_tf.measuring.timed_step import input_gradients_of
 from dapple_tf.operators.build_op_graph import OperatorSeconds, operator_signatures
 from dapple_tf.operators.op_costs import OperatorCosts, device_kind
@@ -114,26 +114,16 @@ def stage_operators(
 
 
 def layers_by_operator(
-    program: Program,
-    names: Sequence[str],
-    table: VariableTable,
-    sample_shapes: Sequence[Sequence[int]],
-    operators: Mapping[int, Sequence[StageOperators]],
-    measured: MeasuredOperators | None,
-    profile: Profile,
+    profiled: ProfiledModel, operators: Mapping[int, Sequence[StageOperators]], measured: MeasuredOperators | None
 ) -> Profile:
     """Returns a profile whose layers take as long as their operators.
 
     Args:
-        program: a stage for each layer, with functions.
-        names: names of the layers.
-        table: the variables of the model and the optimizer.
-        sample_shapes: the shape of one sample of each batch input.
+        profiled: the model, whose table has the optimizer's variables.
         operators: samples of a slice -> operators of each stage, for two sizes.
         measured: times of single operators, and of all together; None estimates them by rooflines.
-        profile: any profile of the model; its layers and tensors are replaced.
     """
-    costs, kind = OperatorCosts(), device_kind(profile.device)
+    program, costs, kind = profiled.program, OperatorCosts(), device_kind(profiled.device_name)
     ends = sorted(operators)
     seconds = {samples: [each.estimates(costs, kind) for each in operators[samples]] for samples in ends}
     seconds_of_byte = costs.copy_seconds(kind)
@@ -148,13 +138,13 @@ def layers_by_operator(
     def line(of: Sequence[float]) -> Cost:
         return Cost.through(ends, of)
 
-    between, output = [], [ZERO] * len(names)
+    between, output = [], [ZERO] * len(program.stages)
     for boundary in program.boundaries:
         sizes = [_elements(boundary.example_slice_shape(samples)) * dtype_size(boundary.dtype) for samples in ends]
         size = line(sizes)
         between.append(Tensor(boundary.producer, boundary.consumers, size, has_gradient(program, boundary)))
         output[boundary.producer] = output[boundary.producer] + size
-    known, shared = layers_with_variables(program, names, None, table, sample_shapes)
+    known, shared = layers_with_variables(program, profiled.stages.names, None, profiled.table, profiled.sample_shapes)
     later = needed_later(program, seconds[ends[-1]])
     layers = []
     for index, layer in enumerate(known):
@@ -173,8 +163,10 @@ def layers_by_operator(
                 needed_later=later[index],
             )
         )
-    return dataclasses.replace(
-        profile,
+    return Profile(
+        model=profiled.model.name,
+        device=profiled.device_name,
+        batch_sizes=profiled.sizes,
         layers=tuple(layers),
         tensors=tuple(between),
         shared=shared,

@@ -85,7 +85,7 @@ def measure_links(
                 links = list(between.values())
                 own = _network_cards(own, between)
             else:
-                links = [_line_of(sizes, _transfers(cluster, pair, sizes, repeats)) for pair in pairs]
+                links = [_line(sizes, _transfers(cluster, pair, sizes, repeats)).link() for pair in pairs]
             if links:
                 changes[f"{kind}_bandwidth"] = min(link.bandwidth for link in links)
                 changes[f"{kind}_latency"] = max(link.latency for link in links)
@@ -134,7 +134,7 @@ def measure_between_servers(
             if progress is not None:
                 progress(*pair)
             first, second = (cluster.devices_of(server)[0] for server in pair)
-            links[pair] = _line_of(sizes, _transfers(cluster, (first, second), sizes, repeats))
+            links[pair] = _line(sizes, _transfers(cluster, (first, second), sizes, repeats)).link()
     return links
 
 
@@ -239,15 +239,6 @@ def _transfers(cluster: Cluster, pair: tuple[int, int], sizes: Sequence[int], re
     return [there[0] / 2, max(there[1] - there[0] / 2, there[0] / 2)]
 
 
-def _line_of(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
-    """Returns the bandwidth in bytes/s and latency in seconds, from times of two sizes in floats."""
-    few, many = (4 * size for size in sizes)
-    difference = seconds[1] - seconds[0]
-    bandwidth = (many - few) / difference if difference > 0 else _MOST_BANDWIDTH
-    bandwidth = min(bandwidth, _MOST_BANDWIDTH)
-    return Link(bandwidth, max(seconds[0] - few / bandwidth, _LEAST_LATENCY))
-
-
 def _reductions(cluster: Cluster, sizes: Sequence[int], repeats: int) -> ReductionLinks:
     """Measures each all-reduce that the cluster's devices can make, over all of them, at sizes in floats."""
     by_server = [cluster.devices_of(server) for server in range(cluster.num_servers)]
@@ -264,7 +255,7 @@ def _reductions(cluster: Cluster, sizes: Sequence[int], repeats: int) -> Reducti
         lines["ring"] = _line(sizes, _all_reduces(cluster, everyone, sizes, repeats))
         whole = _line(sizes, _all_reduces(cluster, everyone, sizes, repeats, by_server=True))
     links = {
-        name: _of_ring(lines[name], count)
+        name: lines[name].link(2 * (count - 1) / count, 2 * (count - 1))
         for name, count in (("inside", len(largest)), ("between", len(firsts)), ("ring", cluster.num_devices))
         if name in lines
     }
@@ -272,18 +263,10 @@ def _reductions(cluster: Cluster, sizes: Sequence[int], repeats: int) -> Reducti
     if several:
         # What a hierarchical all-reduce takes beyond the one between servers.
         between, parts = lines["between"], min(map(len, by_server))
-        start, rate = whole.start - between.start, whole.rate - between.rate
-        bandwidth = 2 * (len(largest) - 1) / parts / rate if rate > 0 else _MOST_BANDWIDTH
-        links["exchange"] = Link(min(bandwidth, _MOST_BANDWIDTH), max(start / 2, _LEAST_LATENCY))
+        beyond = _Line(whole.start - between.start, whole.rate - between.rate, whole.error)
+        links["exchange"] = beyond.link(2 * (len(largest) - 1) / parts, 2)
         errors.append(whole.error)
     return ReductionLinks(**links, error=max(errors))
-
-
-def _of_ring(line: _Line, members: int) -> Link:
-    """Returns the link over which a ring takes this time: 2 (n - 1) steps, each with an n-th of the bytes."""
-    steps = 2 * (members - 1)
-    bandwidth = steps / members / line.rate if line.rate > 0 else _MOST_BANDWIDTH
-    return Link(min(bandwidth, _MOST_BANDWIDTH), max(line.start / steps, _LEAST_LATENCY))
 
 
 class _Line(NamedTuple):
@@ -292,6 +275,14 @@ class _Line(NamedTuple):
     start: float
     rate: float
     error: float
+
+    def link(self, parts: float = 1.0, steps: int = 1) -> Link:
+        """Returns the link over which that takes this time in ``steps`` steps, which send ``parts`` of all bytes.
+
+        A ring of n members takes 2 (n - 1) steps, each with an n-th of the bytes.
+        """
+        bandwidth = parts / self.rate if self.rate > 0 else _MOST_BANDWIDTH
+        return Link(min(bandwidth, _MOST_BANDWIDTH), max(self.start / steps, _LEAST_LATENCY))
 
 
 def _line(sizes: Sequence[int], seconds: Sequence[float]) -> _Line:

@@ -125,3 +125,18 @@ class ProfiledModel:
             yield lambda: steps.seconds(*data)
         finally:
             steps.close()
+
+
+@contextlib.contextmanager
+def kept_metrics(model: keras.Model) -> Iterator[None]:
+    """Restores the metrics' values afterwards; metrics that are built meanwhile are reset."""
+    before = [(variable, np.asarray(variable.value)) for variable in model.metrics_variables]
+    known = {id(variable) for variable, _ in before}
+    try:
+        yield
+    finally:
+        for metric in model.metrics:
+            if any(id(variable) not in known for variable in metric.variables):
+                metric.reset_state()
+        for variable, value in before:
+            variable.assign(value)

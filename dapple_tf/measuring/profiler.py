@@ -2,12 +2,11 @@
 
 The model goes through the same passes as for training, with a stage for each layer (`profiled_model.py`). Depending
 on the available time (`TimeBudget`), layers are measured one by one (`measured_layers.py`), or their operators in
-a few steps of the whole model (`measured_operators.py`), or everything is estimated (`layers_by_operator.py`).
+a few steps of the whole model (`operator_profiler.py`), or everything is estimated (`layers_by_operator.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -15,7 +14,7 @@ import logging
 import os
 import pathlib
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -24,7 +23,7 @@ import tensorflow as tf
 
 from dapple_tf.common.progress import Progress
 from dapple_tf.describe.cluster import Cluster
-from dapple_tf.describe.layer_profile import ZERO, LayerProfile, ProfileError
+from dapple_tf.describe.layer_profile import ProfileError
 from dapple_tf.describe.machine_report import cpu_kind
 from dapple_tf.describe.profile import METHODS, Profile
 from dapple_tf.errors import names_checked
@@ -32,18 +31,15 @@ from dapple_tf.frontend.capture import Mode, build, capture, check_model
 from dapple_tf.frontend.optimizer_checks import check_optimizer
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.measuring.example_batch import ExampleBatch
-from dapple_tf.measuring.layers_by_operator import MeasuredOperators, layers_by_operator, stage_operators
+from dapple_tf.measuring.layers_by_operator import layers_by_operator, stage_operators
 from dapple_tf.measuring.measured_layers import measured_layers
-from dapple_tf.measuring.measured_operators import flat_step, measure_operators
-from dapple_tf.measuring.profiled_model import ProfiledModel
-from dapple_tf.measuring.timed_step import StepRuns
+from dapple_tf.measuring.operator_profiler import measure_operators
+from dapple_tf.measuring.profiled_model import ProfiledModel, kept_metrics
 from dapple_tf.measuring.turns import TimeBudget
 from graph_passes.ir.graph import POSITION_ATTR, NodeDef, renamed_in_body
 from graph_passes.ir.program import Program
 
 logger = logging.getLogger(__name__)
-
-_ANY_LAYER = LayerProfile("any", ZERO, ZERO)
 
 
 @names_checked()
@@ -164,21 +160,6 @@ def _sizes(batch_size: int | Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted({int(size) for size in given}))
 
 
-@contextlib.contextmanager
-def kept_metrics(model: keras.Model) -> Iterator[None]:
-    """Restores the metrics' values afterwards; metrics that are built meanwhile are reset."""
-    before = [(variable, np.asarray(variable.value)) for variable in model.metrics_variables]
-    known = {id(variable) for variable, _ in before}
-    try:
-        yield
-    finally:
-        for metric in model.metrics:
-            if any(id(variable) not in known for variable in metric.variables):
-                metric.reset_state()
-        for variable, value in before:
-            variable.assign(value)
-
-
 def _profiled(profiled: ProfiledModel, budget: TimeBudget, bar: Progress) -> Profile:
     """Returns the profile without a key, by the most exact method for which there is time."""
     bar.step("cutting the model")
@@ -194,32 +175,13 @@ def _profiled(profiled: ProfiledModel, budget: TimeBudget, bar: Progress) -> Pro
     least, most = profiled.sizes[0], profiled.sizes[-1]
     sizes = (least, most if most > least else 2 * least)
     operators = {samples: stage_operators(program, profiled.sample_shapes, samples) for samples in sizes}
-    anything = Profile(profiled.model.name, profiled.device_name, profiled.sizes, (_ANY_LAYER,), ())
-    measurements: MeasuredOperators | None = None
-
-    def by_operator() -> Profile:
-        names, table = profiled.stages.names, profiled.table
-        return layers_by_operator(program, names, table, profiled.sample_shapes, operators, measurements, anything)
-
-    estimates = by_operator()
+    estimates = layers_by_operator(profiled, operators, None)
     once = (estimates.total("forward") + estimates.total("backward")).at(least)
     if not measures or budget.left < once:
         return estimates
     bar.step("preparing a step of the whole model")
-    with profiled.session(()) as session:
-        step = flat_step(program, profiled.device_name, profiled.cluster.host_device, "operators_")
-        runs = StepRuns(session, step.timed, "flat")
-        for samples in sizes:
-            runs.feed(samples, profiled.batch(samples))
-        measurements = measure_operators(
-            runs,
-            step,
-            operators,
-            budget,
-            rounds=profiled.repeats,
-            tell=lambda text: bar.step(f"measuring operators, {text}"),
-        )
-    return by_operator()
+    measured = measure_operators(profiled, operators, budget, bar.step)
+    return layers_by_operator(profiled, operators, measured)
 
 
 # ---- profiles on disk, under a hash of all that they depend on
