@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import keras
 
 from dapple_tf.common.keras_private import inner_optimizer, tensorflow_variable
-from dapple_tf.common.units import gib
+from dapple_tf.common.text import gib
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.plan import Plan, PlanError

@@ -42,7 +42,7 @@ from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.plan_report import StageReport
 from dapple_tf.errors import ClusterError, UnusableWorkersError, WorkerLostError
 from dapple_tf.execution.elastic import Elastic, Log
-from dapple_tf.network import knocking
+from dapple_tf.network import reachability
 from dapple_tf.network.control import Channel, ControlError, SilentError
 from dapple_tf.network.inquiry import client_name, own_versions, reachable
 from dapple_tf.tools.hosts import LocalWorkers, free_ports
@@ -623,10 +623,10 @@ def check_ports(*answers: Mapping[str, Any], client: list[str] | None = None) ->
     """Checks a cluster whose workers give these answers, and of whose servers this process reaches all but some."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         closed = dict.fromkeys(client or [], "Connection refused")
-        monkeypatch.setattr(knocking, "unreachable", lambda servers, seconds: closed)
+        monkeypatch.setattr(reachability, "unreachable", lambda servers, seconds: closed)
         servers = {server: server for server in SERVERS[: len(answers)]}
         told = dict(enumerate(answers))
-        knocking.check_ports(ADDRESSES[: len(answers)], lambda ask: told, servers, [CLIENT] * len(answers), 0.5)
+        reachability.check_ports(ADDRESSES[: len(answers)], lambda ask: told, servers, [CLIENT] * len(answers), 0.5)
 
 
 def closed_to(*servers: str) -> dict[str, Any]:

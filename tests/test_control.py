@@ -1,4 +1,4 @@
-"""Connections between clients and workers: messages, first messages, and knocking at TensorFlow's servers."""
+"""Connections between clients and workers: messages, first messages, and reachability at TensorFlow's servers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from dapple_tf.clusters.shared_connections import connected
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.errors import ClusterError, PortTakenError
 from dapple_tf.network import acceptor as acceptor_module
-from dapple_tf.network import knocking
 from dapple_tf.network import listening as listening_module
+from dapple_tf.network import reachability
 from dapple_tf.network.acceptor import Acceptor, Guest
 from dapple_tf.network.control import Channel, ControlError, Hello, join_address, split_address
-from dapple_tf.network.knocking import unreachable
 from dapple_tf.network.listening import check_private, confine, keep_closed, port_error, resolve
+from dapple_tf.network.reachability import unreachable
 from dapple_tf.tools.hosts import LocalWorkers, free_ports
 
 Address = tuple[str, int]
@@ -237,7 +237,7 @@ def test_who_says_nonsense_or_too_little_is_dismissed(
         assert acceptor.take({}) is None
 
 
-# ---- knocking: TensorFlow's servers are told from ports that are closed, silent, or somebody else's
+# ---- reachability: TensorFlow's servers are told from ports that are closed, silent, or somebody else's
 
 
 @contextlib.contextmanager
@@ -275,7 +275,7 @@ def test_what_is_behind_a_port(workers: LocalWorkers) -> None:
 
 def test_more_servers_than_connections_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has the whole time, whatever the ones before it took."""
-    monkeypatch.setattr(knocking, "_AT_ONCE", 2)
+    monkeypatch.setattr(reachability, "_AT_ONCE", 2)
     settings = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
     with saying(settings) as server, serving(lambda _: None) as silent:
         ways = dict(zip("abcde", (silent, silent, server, silent, server), strict=True))

@@ -26,8 +26,7 @@ from models_for_tests import (
 
 import dapple_tf as dapple
 from dapple_tf.execution import runtime
-from dapple_tf.frontend import watching
-from dapple_tf.frontend.watching import watchers_of
+from dapple_tf.frontend.variable_hooks import watchers_of
 
 X, Y, W = samples(21)
 
@@ -136,8 +135,8 @@ def test_functions_that_were_traced_before(pair: Pair, monkeypatch: pytest.Monke
 
     model.set_weights(pair.plain.get_weights())
     function(X), decay()
-    monkeypatch.setattr(watching, "_functions", weakref.WeakSet())
-    monkeypatch.setattr(watching, "_searched", False)
+    monkeypatch.setattr(variable_hooks, "_functions", weakref.WeakSet())
+    monkeypatch.setattr(variable_hooks, "_searched", False)
     pipelined = transform(model)
     plain = classifier()
     plain.set_weights(model.get_weights())

@@ -174,7 +174,7 @@ def test_the_runtime_counts_slices_of_any_of_a_devices_stages() -> None:
 
 FREED = """
 import os
-from dapple_tf.common.garbage import return_freed_memory
+from dapple_tf.common.memory import return_freed_memory
 
 def resident():
     with open("/proc/self/statm") as file:

@@ -18,7 +18,7 @@ import pytest
 from hardware import chain, cluster_of, plan_of, slow_network
 from schedule_runs import execute, there_and_back, vee
 
-from dapple_tf.common.units import bytes_text
+from dapple_tf.common.text import bytes_text
 from dapple_tf.describe.cluster import Server
 from dapple_tf.describe.layer_profile import Cost
 from dapple_tf.describe.plan import Plan

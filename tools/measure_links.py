@@ -22,7 +22,7 @@ import tensorflow as tf
 from absl import app, flags
 
 from dapple_tf.clusters.shared_connections import connected
-from dapple_tf.common.text_table import table
+from dapple_tf.common.text import table
 from dapple_tf.describe.cluster import Cluster, Link
 from dapple_tf.measuring.device_speeds import measure_speeds
 from dapple_tf.measuring.links import measure_between_servers, measure_links

@@ -18,8 +18,7 @@ from typing import NoReturn
 from absl import flags
 
 import dapple_tf as dapple
-from dapple_tf.common.text_table import table
-from dapple_tf.common.units import bytes_text, ms_text
+from dapple_tf.common.text import bytes_text, ms_text, table
 from dapple_tf.describe.profile_text import to_text
 from dapple_tf.tools import command
 from dapple_tf.tools.model_flags import ClusterFlag, ModelFlags, check_output

@@ -29,8 +29,7 @@ from absl import flags
 
 import dapple_tf as dapple
 from dapple_tf.common.progress import Progress
-from dapple_tf.common.text_table import table
-from dapple_tf.common.units import bytes_text, ms_text
+from dapple_tf.common.text import bytes_text, ms_text, table
 from dapple_tf.describe.plan import ALL_REDUCE
 from dapple_tf.schedules.schedules import POLICIES
 from dapple_tf.tools import command

@@ -7,7 +7,7 @@ import statistics
 from typing import TYPE_CHECKING, Any
 
 import dapple_tf as dapple
-from dapple_tf.common.units import counted
+from dapple_tf.common.text import counted
 from dapple_tf.models.sources import DataSource
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from dapple_tf.checkpoints.checkpoint_files import MANIFEST, check_shards, check
 from dapple_tf.checkpoints.checkpoint_manifest import CLIENT, DATA, CheckpointError, Entry, Manifest
 from dapple_tf.checkpoints.snapshots import Snapshot
 from dapple_tf.common.keras_private import seeds_of
-from dapple_tf.common.units import counted
+from dapple_tf.common.text import counted
 from dapple_tf.errors import reason
 from dapple_tf.frontend.variables import VariableTable
 

@@ -32,8 +32,8 @@ from dapple_tf.errors import PortTakenError, UnusableWorkersError, WorkerLostErr
 from dapple_tf.network.control import ControlError, SilentError, join_address, split_address
 from dapple_tf.network.inquiry import accepted, client_name, devices, for_each, garbled, hello, lease_secret
 from dapple_tf.network.keys import Keys
-from dapple_tf.network.knocking import check_ports
 from dapple_tf.network.listening import check_private
+from dapple_tf.network.reachability import check_ports
 from dapple_tf.network.tunnels import LEAST_SILENCE
 
 logger = logging.getLogger(__name__)

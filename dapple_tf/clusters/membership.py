@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from dapple_tf.clusters.shared_connections import others_use
-from dapple_tf.common.units import counted
+from dapple_tf.common.text import counted
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.devices import Device
 from dapple_tf.describe.faults import FaultPolicy

@@ -24,13 +24,13 @@ from typing import Any, NamedTuple, Self, TypeVar
 from absl import logging
 
 from dapple_tf.clusters.tensorflow_server import ServerSettings, free_port, load, start_server
-from dapple_tf.common.units import bytes_text
+from dapple_tf.common.text import bytes_text
 from dapple_tf.describe.cluster import ClusterError, check_addresses
 from dapple_tf.describe.machine_report import MachineReport, cpu_kind
 from dapple_tf.errors import PortTakenError
 from dapple_tf.network.control import PROTOCOL, Channel, ControlError
 from dapple_tf.network.keys import Keys
-from dapple_tf.network.knocking import unreachable
+from dapple_tf.network.reachability import unreachable
 from dapple_tf.version import VERSION
 
 _T = TypeVar("_T")

@@ -14,7 +14,7 @@ import tensorflow as tf
 from dapple_tf.clusters.connection import Connection, any_started, close_tunnels, forget
 from dapple_tf.clusters.remote_session import RemoteSession, wait_for_all_calls
 from dapple_tf.clusters.session import session_config
-from dapple_tf.common.units import counted
+from dapple_tf.common.text import counted
 from dapple_tf.describe.cluster import Cluster, ClusterError
 from dapple_tf.describe.faults import FaultPolicy
 

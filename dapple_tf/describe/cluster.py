@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from dapple_tf.common.data_files import JsonFile, clip
-from dapple_tf.common.text_table import ranges
-from dapple_tf.common.units import counted, link_text
+from dapple_tf.common.text import counted, link_text, ranges
 from dapple_tf.describe.devices import (
     LINKS,
     REDUCTION,

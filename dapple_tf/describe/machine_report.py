@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from dapple_tf.common.units import gib
+from dapple_tf.common.text import gib
 from dapple_tf.errors import ClusterError
 from dapple_tf.network.inquiry import own_versions
 from dapple_tf.network.worker_process import START_SECONDS, environment

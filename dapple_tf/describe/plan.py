@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack
 
 from dapple_tf.common.data_files import Decoder, JsonFile, clip, parse_object, read_text, short
-from dapple_tf.common.text_table import table
-from dapple_tf.common.units import counted
+from dapple_tf.common.text import counted, table
 from dapple_tf.describe.plan_checks import check_batches, check_options, check_stages
 from dapple_tf.describe.plan_report import PlanReport, header, parse_report, remarks, rows
 from dapple_tf.describe.plan_values import (

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from dapple_tf.common.data_files import short
-from dapple_tf.common.units import counted
+from dapple_tf.common.text import counted
 from dapple_tf.describe.plan_values import REDUCTION_ORDERS, PlanError, PlanValueError
 from dapple_tf.schedules import schedules
 from dapple_tf.schedules.policies import BUILT_IN

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dapple_tf.common.data_files import TEXTS, Decoder, Scalar
-from dapple_tf.common.text_table import ranges
-from dapple_tf.common.units import counted, gib, ms_text
+from dapple_tf.common.text import counted, gib, ms_text, ranges
 from graph_passes.ir.batching import Interval, split_evenly
 
 if TYPE_CHECKING:

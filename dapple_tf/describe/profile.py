@@ -12,8 +12,7 @@ from fractions import Fraction
 from typing import Any, ClassVar
 
 from dapple_tf.common.data_files import Decoder, JsonFile, clip, parse_object
-from dapple_tf.common.text_table import table
-from dapple_tf.common.units import counted
+from dapple_tf.common.text import counted, table
 from dapple_tf.describe.layer_profile import ZERO, Cost, LayerProfile, ProfileError, check_amount
 
 _FORMAT = "dapple_tf.profile/1"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dapple_tf.common.data_files import short
-from dapple_tf.common.units import counted
+from dapple_tf.common.text import counted
 from dapple_tf.describe.plan_report import LARGEST
 from dapple_tf.describe.plan_values import (
     ALL_REDUCE,

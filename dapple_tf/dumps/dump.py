@@ -15,7 +15,7 @@ import tensorflow as tf
 from tensorflow.core.util import event_pb2
 
 from dapple_tf.common.progress import Progress
-from dapple_tf.common.units import counted
+from dapple_tf.common.text import counted
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.layer_profile import ProfileError
 from dapple_tf.describe.plan import Plan, PlanError

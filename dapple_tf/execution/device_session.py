@@ -14,7 +14,7 @@ from dapple_tf.clusters.clocks import Offset, estimate
 from dapple_tf.clusters.remote_session import RemoteSession
 from dapple_tf.clusters.session import PreparedRun, SessionGraph
 from dapple_tf.clusters.shared_connections import connected, open_session
-from dapple_tf.common.garbage import return_freed_memory
+from dapple_tf.common.memory import return_freed_memory
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.errors import WorkerLostError

@@ -18,7 +18,7 @@ from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError
 from dapple_tf.checkpoints.saver import Saver
 from dapple_tf.clusters.membership import PAUSE_SECONDS, Membership, wait_for_workers
 from dapple_tf.clusters.shared_connections import give_back
-from dapple_tf.common.units import bytes_text, counted
+from dapple_tf.common.text import bytes_text, counted
 from dapple_tf.describe.cluster import ClusterError
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.profile import Profile

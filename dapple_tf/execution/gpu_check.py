@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from dapple_tf.common.text_table import table
+from dapple_tf.common.text import table
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.errors import DappleError
 from graph_passes.analysis.device_kernels import (

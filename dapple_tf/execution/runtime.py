@@ -34,8 +34,8 @@ from dapple_tf.frontend.batch import Batch
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.metrics import RunningMetrics
 from dapple_tf.frontend.on_workers import Address, Read, Shape, read_by
+from dapple_tf.frontend.variable_hooks import Watcher, untold, unwatch, version, watch, watchers_of
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.frontend.watching import Watcher, untold, unwatch, version, watch, watchers_of
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.planning.replanning import Deployment
 from graph_passes.ir.tensorflow_private import eager_mode

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import keras
 
 from dapple_tf.clusters.session import collective_keys
-from dapple_tf.common.garbage import without_collection
 from dapple_tf.common.keras_private import model_supports_jit
+from dapple_tf.common.memory import without_collection
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.errors import CaptureError

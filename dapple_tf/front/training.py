@@ -31,7 +31,7 @@ from dapple_tf.common.keras_private import (
     plain_on_batch,
     python_logs,
 )
-from dapple_tf.common.units import counted
+from dapple_tf.common.text import counted
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.plan import Plan, PlanError

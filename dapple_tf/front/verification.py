@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf.common.keras_private import compute_loss, recompiled, seeds_of, takes_training
-from dapple_tf.common.text_table import table
+from dapple_tf.common.text import table
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.errors import VerificationError
 from dapple_tf.errors import reason as reason_of

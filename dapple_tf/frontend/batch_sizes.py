@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from dapple_tf.common.keras_private import DataAdapter
-from dapple_tf.common.units import counted
+from dapple_tf.common.text import counted
 from dapple_tf.errors import DataError
 from graph_passes.ir.program import Layout
 

@@ -16,8 +16,8 @@ import tensorflow as tf
 
 from dapple_tf.common.keras_private import CompileMetrics, Makeup, loss_tracker, names_in_logs, tensorflow_variable
 from dapple_tf.frontend.patching import replaced
+from dapple_tf.frontend.variable_hooks import untold, unwatch, watch
 from dapple_tf.frontend.variables import VariableTable, assign_value, read_value
-from dapple_tf.frontend.watching import untold, unwatch, watch
 from graph_passes.analysis.update_flow import parts_of_update
 from graph_passes.ir.graph import Graph, Names, Ref
 

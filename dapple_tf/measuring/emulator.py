@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 
 import tensorflow as tf
 
-from dapple_tf.common.text_table import table
-from dapple_tf.common.units import ms_text
+from dapple_tf.common.text import ms_text, table
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from dapple_tf.common.garbage import without_collection
+from dapple_tf.common.memory import without_collection
 from dapple_tf.describe.layer_profile import ZERO, Cost, LayerProfile, NeededLater
 from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.measuring.layer_memory import has_gradient, kept_tensors, layers_with_variables, stage_shapes

@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dapple_tf.common.units import counted
+from dapple_tf.common.text import counted
 from dapple_tf.errors import ClusterError
 from dapple_tf.network.control import join_address, split_address
 from dapple_tf.network.worker_process import START_SECONDS, WorkerProcess, free_ports, worker_command

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.common.garbage import without_collection
+from dapple_tf.common.memory import without_collection
 from dapple_tf.operators.op_costs import OperatorCosts, device_kind
 from dapple_tf.operators.op_graph import DisjointSets, OpGraph, Topology
 from dapple_tf.operators.signatures import Fingerprints, OpSignature, TensorType, output_dtype_names, signature

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from dapple_tf.common.garbage import without_collection
+from dapple_tf.common.memory import without_collection
 from dapple_tf.describe.plan_values import PlanError
 from dapple_tf.operators.list_scheduler import fd_dps_schedule, heft_schedule
 from dapple_tf.operators.op_graph import DisjointSets, OpGraph, OpPlacement, PlacementProblem, Topology, compile_problem

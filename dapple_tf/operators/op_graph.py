@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from dapple_tf.common.text_table import table
-from dapple_tf.common.units import counted, gib, ms_text
+from dapple_tf.common.text import counted, gib, ms_text, table
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.errors import DappleError
 from graph_passes.analysis.split_rules import Split, SplitRule

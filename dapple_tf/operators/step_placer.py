@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.common.garbage import without_collection
+from dapple_tf.common.memory import without_collection
 from dapple_tf.common.progress import Progress
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError

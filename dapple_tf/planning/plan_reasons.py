@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from dapple_tf.common.units import counted, gib
+from dapple_tf.common.text import counted, gib
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.plan_report import PlanReport, StageReport

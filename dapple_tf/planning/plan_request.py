@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
 from dapple_tf.common.data_files import short
-from dapple_tf.common.units import counted
+from dapple_tf.common.text import counted
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import ALL_REDUCE, RECOMPUTE_MODES, Plan, PlanError
 from dapple_tf.describe.plan_values import SHARDS, integer

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, ParamSpec
 
-from dapple_tf.common.garbage import without_collection
+from dapple_tf.common.memory import without_collection
 from dapple_tf.common.progress import Progress
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from dapple_tf.common.units import counted
+from dapple_tf.common.text import counted
 from dapple_tf.schedules.schedule_request import Job, ScheduleError, ScheduleRequest
 from graph_passes.ir.tasks import Phase
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from dapple_tf.common.units import counted
+from dapple_tf.common.text import counted
 from dapple_tf.schedules.schedule_request import (
     Active,
     ScheduleError,

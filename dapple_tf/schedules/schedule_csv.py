@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dapple_tf.common.data_files import clip, read_text, short
-from dapple_tf.common.units import counted
+from dapple_tf.common.text import counted
 from dapple_tf.schedules.policy import Policy
 from dapple_tf.schedules.schedule_check import lockstep
 from dapple_tf.schedules.schedule_request import Job, Orders, ScheduleError, ScheduleRequest

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypedDict, Unpack
 
-from dapple_tf.common.units import counted
+from dapple_tf.common.text import counted
 from graph_passes.ir.tasks import Phase
 
 Active = Callable[[int, int, int], bool]

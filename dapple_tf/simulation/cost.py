@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dapple_tf.common.units import gib
+from dapple_tf.common.text import gib
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.layer_profile import ZERO, Cost
 from dapple_tf.describe.plan import Plan, PlanError

@@ -9,8 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dapple_tf.common.text_table import table
-from dapple_tf.common.units import gib, ms_text
+from dapple_tf.common.text import gib, ms_text, table
 from dapple_tf.describe.plan import PlanError
 from dapple_tf.simulation.activities import ActivityGraph
 from dapple_tf.simulation.cost import CostModel

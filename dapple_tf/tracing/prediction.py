@@ -6,7 +6,7 @@ import logging
 import statistics
 from dataclasses import dataclass, field
 
-from dapple_tf.common.units import counted, ms_text
+from dapple_tf.common.text import counted, ms_text
 from dapple_tf.simulation.simulation import Simulation
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dapple_tf.common.text_table import table
-from dapple_tf.common.units import counted, gib, ms_text
+from dapple_tf.common.text import counted, gib, ms_text, table
 from dapple_tf.describe.plan import Plan
 from dapple_tf.simulation.simulation import Simulation
 from dapple_tf.tracing.step_parts import NAMES, StepParts

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dapple_tf.common.garbage import without_collection
+from dapple_tf.common.memory import without_collection
 from dapple_tf.frontend.initialization import Initial, initial_of
 from dapple_tf.frontend.variables import VariableTable, assign_value
 from dapple_tf.variables.device_values import (

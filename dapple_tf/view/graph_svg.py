@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping
 from xml.etree import ElementTree
 
-from dapple_tf.common.units import bytes_text
+from dapple_tf.common.text import bytes_text
 from dapple_tf.view.colours import COLOURS, CONTROL, DATA, text_colour
 from dapple_tf.view.figure import Box, Curve, Figure, LaneBox, figure
 from dapple_tf.view.task_graph import TaskEdge, TaskGraph, TaskNode, TensorText

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from dapple_tf.common.units import bytes_text
+from dapple_tf.common.text import bytes_text
 from dapple_tf.view.colours import COLOURS, text_colour
 from dapple_tf.view.time_axis import (
     common_unit,

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-from dapple_tf.common.units import bytes_text
+from dapple_tf.common.text import bytes_text
 from dapple_tf.view.timeline import Timeline
 
 _SCALES = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 import dapple_tf as dapple
-from dapple_tf.common.garbage import without_collection
+from dapple_tf.common.memory import without_collection
 from dapple_tf.execution.builds import Build, StepKind
 from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.batch import spec_of

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dapple_tf.common.units import counted as of_number
+from dapple_tf.common.text import counted as of_number
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation import paper_experiments as experiments
 from dapple_tf.tools.evaluation import paper_models as models
