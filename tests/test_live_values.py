@@ -26,6 +26,7 @@ from models_for_tests import (
 
 import dapple_tf as dapple
 from dapple_tf.execution import runtime
+from dapple_tf.frontend import variable_hooks
 from dapple_tf.frontend.variable_hooks import watchers_of
 
 X, Y, W = samples(21)
