@@ -86,7 +86,7 @@ test-oldest: ## run the tests of what isn't public with the oldest TensorFlow an
 	@test -n "$(PYTHON)" || { echo "found no python3.11 or python3; set PYTHON=" >&2; exit 1; }
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install -q --disable-pip-version-check -c constraints-oldest.txt -e . pytest pytest-timeout
-	$(OLDEST)/bin/python -m pytest tests/test_private_parts.py tests/test_tensorflow_library.py
+	$(OLDEST)/bin/python -m pytest tests/test_private_parts.py tests/test_tensorflow_server.py
 
 lint: $(STAMP) ## check style, formatting and types
 	$(BIN)/ruff check .

@@ -40,11 +40,10 @@ if TYPE_CHECKING:
     from dapple_tf.measuring.operator_profiler import profile_operators
     from dapple_tf.measuring.profiler import profile
     from dapple_tf.operators.op_costs import OperatorCosts
-    from dapple_tf.planning.chunks import chunked
-    from dapple_tf.planning.early_reductions import reduced_early
-    from dapple_tf.planning.fastest_reductions import fastest_reductions
     from dapple_tf.planning.planner import plan
+    from dapple_tf.planning.reductions import fastest_reductions, reduced_early
     from dapple_tf.planning.shares import with_shares
+    from dapple_tf.planning.stage_cuts import chunked
     from dapple_tf.schedules.policy import Policy
     from dapple_tf.simulation.simulator import Simulation, simulate
     from dapple_tf.tracing.monitoring import PipelineMonitor
@@ -80,11 +79,10 @@ _MODULES = {
         "dapple_tf.measuring.operator_profiler": "profile_operators",
         "dapple_tf.measuring.profiler": "profile",
         "dapple_tf.operators.op_costs": "OperatorCosts",
-        "dapple_tf.planning.chunks": "chunked",
-        "dapple_tf.planning.early_reductions": "reduced_early",
-        "dapple_tf.planning.fastest_reductions": "fastest_reductions",
         "dapple_tf.planning.planner": "plan",
+        "dapple_tf.planning.reductions": "fastest_reductions reduced_early",
         "dapple_tf.planning.shares": "with_shares",
+        "dapple_tf.planning.stage_cuts": "chunked",
         "dapple_tf.schedules.policy": "Policy",
         "dapple_tf.simulation.simulator": "Simulation simulate",
         "dapple_tf.tracing.monitoring": "PipelineMonitor",

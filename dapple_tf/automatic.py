@@ -21,13 +21,12 @@ from dapple_tf.frontend.capture import check_model
 from dapple_tf.frontend.initialization import initial_of
 from dapple_tf.frontend.optimizer_checks import check_optimizer
 from dapple_tf.measuring.device_speeds import measure_speeds
-from dapple_tf.measuring.example_batch import EXAMPLES, ExampleBatch, with_length
+from dapple_tf.measuring.example_batch import EXAMPLES, ExampleBatch
 from dapple_tf.measuring.links import measure_links
 from dapple_tf.measuring.measured_steps import fastest_plan, measure_capacity
-from dapple_tf.measuring.profiled_model import TimeBudget
 from dapple_tf.measuring.profiler import profile
-from dapple_tf.planning.features import WITH_ALL_GRADIENTS
-from dapple_tf.planning.plan_request import PlanRequest
+from dapple_tf.measuring.turns import TimeBudget
+from dapple_tf.planning.plan_request import WITH_ALL_GRADIENTS, PlanRequest
 from dapple_tf.planning.planner import find, rivals
 from dapple_tf.simulation.cost import CostModel
 
@@ -93,7 +92,8 @@ def plan_model(
     PlanRequest(_ANY_PROFILE if profiled is None else profiled, cluster, global_batch_size, **options)
     global_batch_size = integer("global_batch_size", global_batch_size)
     if by_trial:
-        examples = with_length(model, **examples)  # which several measurements need, and which it warns of
+        check_model(model, training=True)
+        examples = {"x": ExampleBatch.of(model, **examples)}  # for all measurements
     profiled, cluster = measured(model, cluster, global_batch_size, profiled, budget=budget, **examples)
     check_optimizer(model.optimizer, model.trainable_variables)  # It makes the slots, which count below.
     request = PlanRequest(profiled, beside_values(model, cluster), global_batch_size, **options)
@@ -172,7 +172,7 @@ def measured(
     unlike = cluster.real and _unlike(cluster)
     if unknown or unlike or profiled is None:
         check_model(model, training=True)
-        examples = with_length(model, **examples)
+        examples = {"x": ExampleBatch.of(model, **examples)}
     by_model = unknown
     if profiled is None:
         time_budget = TimeBudget(budget, afterwards=("shared cores",) if unknown else ())

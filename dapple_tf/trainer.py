@@ -8,25 +8,23 @@ import functools
 import itertools
 import pathlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 
 from dapple_tf.dumps.dump import dump
-from dapple_tf.errors import DappleError, WorkerLostError
+from dapple_tf.errors import DappleError, DataError, WorkerLostError
 from dapple_tf.execution.builds import StepRequest, StepResult
-from dapple_tf.execution.growing import GrowthRecord
+from dapple_tf.execution.elastic import FaultRecord, GrowthRecord
 from dapple_tf.execution.notes import Note
-from dapple_tf.execution.recovery import FaultRecord
 from dapple_tf.front.compared_steps import Outcome, Reasons, Run, compare_steps, pipelined_steps
 from dapple_tf.front.keras_methods import KerasMethods
 from dapple_tf.front.verification import PlainSide, Verification, compare, computed_in
-from dapple_tf.frontend.batch import Batch
+from dapple_tf.frontend.batch import Batch, Batches
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.model_front import in_one_thread
 from dapple_tf.frontend.on_workers import OnWorkers, arguments_on_workers
-from dapple_tf.frontend.step_batches import StepBatches
 from dapple_tf.operators.op_graph import OpPlacement
 from dapple_tf.simulation.planned import planned
 from dapple_tf.tracing.step_profile import StepProfile
@@ -219,7 +217,7 @@ class PipelinedModel(KerasMethods):
             traced = run(batch := next(batches), trace=True).traced
             if traced is not None and traced.first:
                 traced = run(batch := next(batches), trace=True).traced
-            waited = batches.waited if isinstance(batches, StepBatches) else None
+            waited = batches.waited if isinstance(batches, _StepBatches) else None
             seconds = (before + untraced()) / 2
         finally:
             if not train:
@@ -230,11 +228,11 @@ class PipelinedModel(KerasMethods):
         ideal = planned(self.plan, self.profile, self.cluster) if full else None
         return StepProfile(self._engine.measured(traced), self.plan, simulation, ideal, seconds, waited)
 
-    def _batches_on_workers(self, data: OnWorkers, **others: Any) -> StepBatches:
+    def _batches_on_workers(self, data: OnWorkers, **others: Any) -> _StepBatches:
         """Returns batches that workers read, for steps that don't count; other arguments of steps are errors."""
         arguments = {"x": data.apart, **others}
         bound = arguments_on_workers("fit", arguments, self._runtime.reading(), self._engine.data.groups)["x"]
-        return StepBatches(
+        return _StepBatches(
             lambda: self._batches(Mode.TRAIN, iter(bound)),
             functools.partial(self._next, Mode.TRAIN),
             self._runtime.prepare,
@@ -259,12 +257,12 @@ class PipelinedModel(KerasMethods):
     @property
     def faults(self) -> Sequence[FaultRecord]:
         """The faults after which training continued."""
-        return tuple(self._runtime.faults)
+        return tuple(self._runtime.elastic.faults)
 
     @property
     def growths(self) -> Sequence[GrowthRecord]:
         """The times that workers which had come back were taken in, after training continued without them."""
-        return tuple(self._runtime.growths)
+        return tuple(self._runtime.elastic.growths)
 
     @property
     def lost(self) -> WorkerLostError | None:
@@ -275,3 +273,55 @@ class PipelinedModel(KerasMethods):
     def preparation_seconds(self) -> dict[str, float]:
         """Seconds that each pass has taken so far."""
         return dict(self._engine.timing.seconds)
+
+
+class _StepBatches(Iterator[Batch]):
+    """Batches of one size, without end: each is read while the step before runs, as in ``fit``.
+
+    Attributes:
+        waited: seconds that the last step waited for its batch.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[], Batches],
+        following: Callable[[Batches], Batch],
+        prepare: Callable[[Batch], None],
+    ) -> None:
+        """Begins the first round.
+
+        Args:
+            begin: begins a round of the data.
+            following: returns the next batch of a round.
+            prepare: has a batch where the step takes it, before the batch after it is read.
+        """
+        self.waited = 0.0
+        self._begin, self._following, self._prepare = begin, following, prepare
+        self._round = begin()
+        self._samples: int | None = None
+
+    def __next__(self) -> Batch:
+        """Returns the next batch; after the last one of the first one's size, the first one of another round.
+
+        Raises:
+            DataError: it can't be read, or there is none.
+        """
+        started = time.perf_counter()
+        batch = self._read()
+        while self._samples not in (None, batch.samples):
+            batch = self._read()
+        self._samples = batch.samples
+        self._prepare(batch)
+        self._round.prefetch()
+        self.waited = time.perf_counter() - started
+        return batch
+
+    def _read(self) -> Batch:
+        try:
+            return self._following(self._round)
+        except StopIteration:
+            self._round = self._begin()
+        try:
+            return self._following(self._round)
+        except StopIteration:
+            raise DataError("the data have no batch at all; give at least one") from None

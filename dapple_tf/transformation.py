@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from dapple_tf.automatic import beside_values, plan_model
+from dapple_tf.clusters.membership import wait_for_workers
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.plan import FD_DPS, Plan
@@ -16,7 +17,6 @@ from dapple_tf.describe.plan_values import integer
 from dapple_tf.describe.profile import Profile
 from dapple_tf.errors import names_checked
 from dapple_tf.execution.builds import PREPARED_STEPS
-from dapple_tf.execution.recovery import wait_for_workers
 from dapple_tf.execution.step_builder import with_compiler
 from dapple_tf.front.argument_checks import check_combination, check_passes, check_profile
 from dapple_tf.frontend.capture import build_from, check_model

@@ -32,8 +32,7 @@ from typing import NamedTuple, NoReturn
 
 from absl import app, flags, logging
 
-from dapple_tf.clusters.process_exit import ProcessExit, memory_kills
-from dapple_tf.clusters.serving import Machine, attend
+from dapple_tf.clusters.serving import Machine, ProcessExit, attend, memory_kills
 from dapple_tf.common.program import run_program
 from dapple_tf.describe.cluster import ClusterError, check_addresses
 from dapple_tf.describe.machine_report import MachineReport, report

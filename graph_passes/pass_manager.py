@@ -141,7 +141,6 @@ def run_passes(
     *,
     instruments: Sequence[Instrument] = (),
     first: int = 1,
-    verified: bool = True,
     complete: bool = False,
 ) -> Program:
     """Runs ``passes`` one after another.
@@ -151,7 +150,6 @@ def run_passes(
         passes: the passes to run.
         instruments: observers, called after each pass.
         first: number of the first pass, for instruments.
-        verified: whether to check the invariants after each pass.
         complete: whether nothing may be pending after the last of these passes.
 
     Raises:
@@ -170,9 +168,8 @@ def run_passes(
                 what = "None" if program is None else f"an object of type {type(program).__name__}"
                 raise PassError(f"run() returned {what}; let it return the new program, program.replace(graph=graph)")
             _check_facts(program, item, "ensures")
-            if verified:
-                verify(program, complete=complete and item is passes[-1], known=known)
-                known = program.stages
+            verify(program, complete=complete and item is passes[-1], known=known)
+            known = program.stages
         except PassError as error:
             raise type(error)(f"pass {item.name}{ran}: {error}") from error
         except Exception as error:

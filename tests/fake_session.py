@@ -19,13 +19,14 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.clusters import connection, remote_session, shared_connections
+from dapple_tf.clusters import connection, membership, remote_session, shared_connections
 from dapple_tf.clusters.connection import Connection
 from dapple_tf.clusters.lease import Lease
-from dapple_tf.clusters.session_graph import SessionGraph
+from dapple_tf.clusters.membership import Membership
+from dapple_tf.clusters.session import SessionGraph
 from dapple_tf.describe.cluster import ClusterError
 from dapple_tf.errors import UnusableWorkersError
-from dapple_tf.execution import growing, recovery
+from dapple_tf.execution import elastic
 from dapple_tf.network.control import ControlError, SilentError
 from graph_passes.ir.graph import GraphDef, copied
 from graph_passes.ir.tensorflow_bridge import bare_config
@@ -112,10 +113,11 @@ class FakeWorkers:
             patch.setattr(connection, "_PAUSE", 0.02)
             patch.setattr(remote_session, "_FORMER_CALLS_SECONDS", 1.0)
             patch.setattr(remote_session, "_CLOSE_SECONDS", 5.0)  # Iterators may hold up the end of a local session.
-            patch.setattr(recovery, "_PAUSE_SECONDS", 0.0)
-            patch.setattr(recovery, "reachable", lambda addresses, *_: [*map(self.answers, addresses)])
-            patch.setattr(recovery, "inventory", lambda addresses, *_: [*map(self.meet, addresses)])
-            patch.setattr(growing, "Returning", lambda *_: _FakeReturning(self))
+            for module in (elastic, membership):
+                patch.setattr(module, "PAUSE_SECONDS", 0.0)
+            patch.setattr(elastic, "reachable", lambda addresses, *_: [*map(self.answers, addresses)])
+            patch.setattr(membership, "inventory", lambda addresses, *_: [*map(self.meet, addresses)])
+            patch.setattr(Membership, "there", lambda _, cluster, tasks: self.there(cluster, tasks))
             yield self
 
     # ---- what the client's code asks
@@ -135,6 +137,11 @@ class FakeWorkers:
         if not self.answers(address):
             error = ClusterError(f"worker {self.number(address)} ({address}) can't be reached: connection refused")
             raise error from ControlError("connection refused")
+
+    def there(self, cluster: dapple.Cluster, tasks: Collection[int]) -> frozenset[str]:
+        """Lost workers that are back; they are asked in this thread, each time."""
+        located = cluster.located()
+        return frozenset(cluster.addresses[task] for task in tasks if self.answers(located[task]))
 
     def life(self, address: str) -> int:
         """Which life of a worker this is."""
@@ -256,17 +263,6 @@ class FakeConnection(Connection):
     def close(self) -> None:
         self.ended.set()
         super().close()
-
-
-class _FakeReturning:
-    """Lost workers are asked in this thread, each time."""
-
-    def __init__(self, workers: FakeWorkers) -> None:
-        self._workers = workers
-
-    def there(self, cluster: dapple.Cluster, tasks: Collection[int]) -> frozenset[str]:
-        located = cluster.located()
-        return frozenset(cluster.addresses[task] for task in tasks if self._workers.answers(located[task]))
 
 
 def _here(graph: GraphDef) -> GraphDef:

@@ -344,13 +344,7 @@ def updated(
     **options: Sequence[Any],
 ) -> Program:
     """A complete step with plain SGD; ``options`` are those of `ordered`."""
-    update = Update(
-        sgd_updates(program, rate),
-        owners(program),
-        HOST,
-        bucket_bytes,
-        all_reduces=all_reduces,
-    )
+    update = Update(sgd_updates(program, rate), bucket_bytes, all_reduces=all_reduces)
     program = apply(ordered(program, layout, accumulated=accumulated, **options), update)
     verify(program, complete=True)
     return program

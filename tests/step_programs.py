@@ -113,8 +113,6 @@ def complete(case: Case) -> Program:
     carried = [keys[index] for index in order[len(order) - plan.carried_updates :]]
     update = Update(
         updates,
-        kept,
-        HOST,
         plan.bucket_bytes,
         wait_free=plan.wait_free,
         want_gradients=not carried,

@@ -13,7 +13,7 @@ from tensorflow.core.framework import types_pb2
 
 from dapple_tf.frontend import optimizer as optimizers
 from dapple_tf.frontend.variables import VariableTable
-from graph_passes.analysis.gradient_flow import gradients_behind
+from graph_passes.analysis.update_flow import gradients_behind
 from graph_passes.ir.graph import Ref
 from graph_passes.ir.group_update import Captured, GroupUpdate
 from graph_passes.ir.program import Variable, VariableKind

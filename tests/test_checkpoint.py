@@ -288,14 +288,14 @@ def test_training_goes_on_without_checkpoints_and_ends_with_an_error(
     tmp_path: pathlib.Path, fail: Any, pipelined: dapple.PipelinedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A full directory was never mentioned at its end."""
-    epoch, steps = Epoch(pipelined), pipelined._runtime.steps
+    epoch, steps = Epoch(pipelined), pipelined._runtime.elastic.steps
     fail(lambda: epoch.number >= 2)
     with caplog.at_level(logging.WARNING, logger="dapple_tf"), pytest.raises(CheckpointError) as error:
         fit(pipelined, tmp_path, epoch)
     text = str(error.value)
     assert text.startswith("training is over, but its last checkpoint couldn't be written: ")
     assert "No space left on device" in text
-    assert pipelined._runtime.steps == steps + EPOCHS
+    assert pipelined._runtime.elastic.steps == steps + EPOCHS
     assert len([record for record in caplog.records if "checkpoint" in record.getMessage()]) == 2
     assert names(tmp_path) == [path.name for path in checkpoints(tmp_path)] and len(checkpoints(tmp_path)) == 2
 
@@ -313,10 +313,10 @@ def test_where_nothing_can_be_written_training_does_not_begin(
     tmp_path: pathlib.Path, pipelined: dapple.PipelinedModel
 ) -> None:
     (tmp_path / "file").write_text("")
-    steps = pipelined._runtime.steps
+    steps = pipelined._runtime.elastic.steps
     with pytest.raises(CheckpointError, match=r"no checkpoint can be written to .*: .*Not a directory"):
         fit(pipelined, tmp_path / "file" / "inside")
-    assert pipelined._runtime.steps == steps
+    assert pipelined._runtime.elastic.steps == steps
 
 
 # ---- one training writes to a directory at a time; its name is told, and its end frees the directory

@@ -6,14 +6,12 @@ import hashlib
 import json
 import os
 import pathlib
-import random
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from dapple_tf.checkpoints.bundle_index import BundleIndexError, Stored, read_index
 from dapple_tf.checkpoints.checkpoint_files import check_bundle, index_file, read_manifest
 from dapple_tf.checkpoints.checkpoint_manifest import (
     FORMAT,
@@ -151,39 +149,7 @@ def bundle(path: pathlib.Path, count: int) -> dict[str, tf.Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("count", [1, 16, 17, 2000])
-def test_an_index_of_tensorflow_is_read(tmp_path: pathlib.Path, count: int) -> None:
-    tensors = bundle(tmp_path, count)
-    index = read_index((tmp_path / index_file("shard-0")).read_bytes())
-    assert index.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        stored = index[name]
-        assert (stored.dtype, stored.shape) == (tensor.dtype.as_datatype_enum, tuple(tensor.shape))
-        assert stored.size == tensor.dtype.size * int(tf.size(tensor))
-    assert len({stored.offset for stored in index.values() if stored.size}) == sum(s.size > 0 for s in index.values())
-
-
-def test_a_damaged_index_is_refused_or_tells_of_tensors(tmp_path: pathlib.Path) -> None:
-    """Whatever the bytes are, and soon."""
-    bundle(tmp_path, 40)
-    content = (tmp_path / index_file("shard-0")).read_bytes()
-    draw = random.Random(2)
-    refused = 0
-    for _ in range(1000):
-        damaged = bytearray(content)
-        for _ in range(draw.choice([1, 1, 2, 8])):
-            damaged[draw.randrange(len(damaged))] = draw.choice([0, 1, 127, 128, 255, draw.randrange(256)])
-        if draw.random() < 0.2:
-            damaged = damaged[draw.randrange(len(damaged)) :] if draw.random() < 0.5 else damaged[: draw.randrange(400)]
-        try:
-            index = read_index(bytes(damaged))
-            assert all(isinstance(stored, Stored) and min(stored.shape, default=0) >= 0 for stored in index.values())
-        except BundleIndexError:
-            refused += 1
-    assert refused > 300
-
-
-def test_an_index_must_hold_what_the_manifest_says_within_its_data_file(tmp_path: pathlib.Path) -> None:
+def test_an_index_must_hold_what_the_manifest_says(tmp_path: pathlib.Path) -> None:
     bundle(tmp_path, 12)
     content = (tmp_path / index_file("shard-0")).read_bytes()
     size = (tmp_path / "shard-0.data-00000-of-00001").stat().st_size
@@ -202,8 +168,10 @@ def test_an_index_must_hold_what_the_manifest_says_within_its_data_file(tmp_path
     (tmp_path / "shard-0.data-00000-of-00001").write_bytes(b"short")
     with pytest.raises(CheckpointError, match=rf"it has 5 bytes, the manifest says {size:,}"):
         check_bundle(tmp_path, "shard-0", shard, [good])
-    with pytest.raises(CheckpointError, match=r"is beyond the end of shard-0\.data"):
-        check_bundle(tmp_path, "shard-0", Shard(len(content), shard.index_sha256, 5), [good])
+    (tmp_path / index_file("shard-0")).write_bytes(b"something else")
+    other = Shard(14, hashlib.sha256(b"something else").hexdigest(), 5)
+    with pytest.raises(CheckpointError, match=r"shard-0.index is damaged: "):
+        check_bundle(tmp_path, "shard-0", other, [good])
     (tmp_path / index_file("shard-0")).unlink()
     with pytest.raises(CheckpointError, match=r"is damaged: .*No such file"):
         check_bundle(tmp_path, "shard-0", shard, [good])

@@ -8,7 +8,7 @@ from hardware import linked
 from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile, SharedParameters
-from dapple_tf.planning.chunks import chunked
+from dapple_tf.planning.stage_cuts import chunked
 
 
 def profile_of(

@@ -27,25 +27,24 @@ from fake_session import FakeWorkers
 from workers import PATIENCE, children, client, expect, has_ended, serving, status, wait_until
 
 import dapple_tf as dapple
-from dapple_tf.clusters import client_server as client_server_module
 from dapple_tf.clusters import connection as connection_module
-from dapple_tf.clusters import open_ports, process_exit, remote_session, shared_connections
+from dapple_tf.clusters import remote_session, shared_connections
+from dapple_tf.clusters import serving as serving_module
 from dapple_tf.clusters.connection import Connection
 from dapple_tf.clusters.lease import Lease
-from dapple_tf.clusters.process_exit import ProcessExit, memory_kills
+from dapple_tf.clusters.membership import Membership, check_back
 from dapple_tf.clusters.remote_session import Call, RemoteSession
-from dapple_tf.clusters.returning import Returning, check_back
+from dapple_tf.clusters.serving import ProcessExit, memory_kills
 from dapple_tf.clusters.session import collective_keys
 from dapple_tf.clusters.shared_connections import acquire, connected, open_session, release
 from dapple_tf.describe.cluster import Cluster, Device
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.plan_report import StageReport
 from dapple_tf.errors import ClusterError, UnusableWorkersError, WorkerLostError
-from dapple_tf.execution.recovery import Recovery
-from dapple_tf.execution.runtime import Runtime
+from dapple_tf.execution.elastic import Elastic, Log
+from dapple_tf.network import knocking
 from dapple_tf.network.control import Channel, ControlError, SilentError
-from dapple_tf.network.inquiry import client_name, reachable
-from dapple_tf.network.versions import own_versions
+from dapple_tf.network.inquiry import client_name, own_versions, reachable
 from dapple_tf.tools.hosts import LocalWorkers, free_ports
 
 NOTICE = 2.0
@@ -309,7 +308,7 @@ def test_a_free_port_that_somebody_takes_before_the_server_starts(
 
     Also to two of its workers, each of which asks for itself. Where nothing helps, the other worker is given back.
     """
-    borrow, free_port = Connection._borrow, client_server_module.free_port
+    borrow, free_port = Connection._borrow, connection_module.free_port
 
     def lend_on(port_of: Callable[[int], int | None]) -> None:
         def borrow_on(connection: Connection, task: int) -> Any:
@@ -323,7 +322,7 @@ def test_a_free_port_that_somebody_takes_before_the_server_starts(
         port = taken.getsockname()[1]
         of_client, of_workers = [port], [free_ports(1)[0]] * 2
         monkeypatch.setattr(
-            client_server_module, "free_port", lambda host: of_client.pop() if of_client else free_port(host)
+            connection_module, "free_port", lambda host: of_client.pop() if of_client else free_port(host)
         )
         connection_module._ports.pop(cluster.addresses[1], None)  # The client has a server for these ports.
         assert works(cluster) and not of_client
@@ -586,14 +585,14 @@ def test_the_kernel_s_count(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPa
     assert memory_kills() >= 0
     counts = tmp_path / "vmstat"
     counts.write_text("pgfault 7\noom_kill 3\n")
-    monkeypatch.setattr(process_exit, "_COUNTS", counts)
+    monkeypatch.setattr(serving_module, "_COUNTS", counts)
     assert memory_kills() == 3
 
 
 def test_what_stages_were_predicted_to_need_is_told() -> None:
     report = types.SimpleNamespace(stages=[StageReport(1, 0.5, 0.1, 1, 3 * MIB, 2 * MIB)])
-    runtime: Any = types.SimpleNamespace(plan=types.SimpleNamespace(report=report))
-    told = Runtime._memory_of(runtime, [0])
+    own: Any = types.SimpleNamespace(engine=types.SimpleNamespace(plan=types.SimpleNamespace(report=report)))
+    told = Elastic._memory_of(own, [0])
     assert told.startswith("stage 0 was predicted to need 3.00 MiB of 2.00 MiB; use smaller micro-batches")
 
 
@@ -605,11 +604,11 @@ def test_a_process_without_memory_is_started_again_once(out_of_memory: bool, att
         close=lambda: None,
         reopen=lambda: next(reopened),
     )
-    recovery = Recovery(dapple.FaultPolicy("restart"))
+    own: Any = types.SimpleNamespace(engine=engine, log=Log(dapple.FaultPolicy("restart")), _failures=0)
     error = WorkerLostError("worker 1", 1, "", out_of_memory)
     with pytest.raises(WorkerLostError) as raised:
         while True:
-            recovery.wait(error, engine)
+            Elastic._reopen(own, error)
     assert (next(reopened), raised.value.out_of_memory) == (attempts, out_of_memory)
 
 
@@ -624,10 +623,10 @@ def check_ports(*answers: Mapping[str, Any], client: list[str] | None = None) ->
     """Checks a cluster whose workers give these answers, and of whose servers this process reaches all but some."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         closed = dict.fromkeys(client or [], "Connection refused")
-        monkeypatch.setattr(open_ports, "unreachable", lambda servers, seconds: closed)
+        monkeypatch.setattr(knocking, "unreachable", lambda servers, seconds: closed)
         servers = {server: server for server in SERVERS[: len(answers)]}
         told = dict(enumerate(answers))
-        open_ports.check_ports(ADDRESSES[: len(answers)], lambda ask: told, servers, [CLIENT] * len(answers), 0.5)
+        knocking.check_ports(ADDRESSES[: len(answers)], lambda ask: told, servers, [CLIENT] * len(answers), 0.5)
 
 
 def closed_to(*servers: str) -> dict[str, Any]:
@@ -693,11 +692,13 @@ def cluster_at(*addresses: str) -> Cluster:
     )
 
 
-def there(returning: Returning, own: Cluster) -> frozenset[str]:
-    """The answer to a question that is asked now."""
-    assert not returning.there(own, range(len(own.addresses)))
-    wait_until(lambda: not returning._answers.empty())
-    return returning.there(own, range(len(own.addresses)))
+def there(members: Membership, own: Cluster, *, asked: bool = False) -> frozenset[str]:
+    """The answer to a question that is asked now, unless it was."""
+    if not asked:
+        members._next = 0.0
+        assert not members.there(own, range(len(own.addresses)))
+    wait_until(lambda: members._answer is not None and not members._answer.empty())
+    return members.there(own, range(len(own.addresses)))
 
 
 def test_workers_are_told_apart(caplog: pytest.LogCaptureFixture) -> None:
@@ -709,8 +710,8 @@ def test_workers_are_told_apart(caplog: pytest.LogCaptureFixture) -> None:
     with contextlib.ExitStack() as stack, caplog.at_level(logging.WARNING):
         addresses = [stack.enter_context(answering(own)) for own in answers]
         own = cluster_at(*addresses, f"127.0.0.1:{free_ports(1)[0]}")
-        returning = Returning(PATIENCE, 0.0)
-        assert there(returning, own) == {addresses[0]}
+        members = Membership(PATIENCE)
+        assert there(members, own) == {addresses[0]}
         texts = sorted(record.getMessage() for record in caplog.records)
         assert len(texts) == 4
         for number, text in enumerate(texts, 1):
@@ -719,11 +720,11 @@ def test_workers_are_told_apart(caplog: pytest.LogCaptureFixture) -> None:
         assert "is back with 1 GPU device (a GPU), but the cluster has 1 CPU device (a processor) of it" in texts[1]
         assert "1.0" in texts[2] and "busy" in texts[3]
         answers[1]["status"] = said(CPU, holder=client_name())  # an older connection of this process's, which hangs
-        assert there(returning, own) == {addresses[0], addresses[1]}
+        assert there(members, own) == {addresses[0], addresses[1]}
         assert len(caplog.records) == 4
         # Before it is time, nobody is asked.
-        threads, late = threading.active_count(), Returning(PATIENCE, 1e6)
-        assert not any(late.there(own, [0]) for _ in range(3))
+        threads = threading.active_count()
+        assert not any(Membership(1e6).there(own, [0]) for _ in range(3))
         assert threading.active_count() == threads
 
 
@@ -731,18 +732,18 @@ def test_a_question_without_an_answer_holds_nobody_up() -> None:
     """A worker that accepts and says nothing: one question at a time, and steps go on meanwhile."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         own = cluster_at(f"127.0.0.1:{silent.getsockname()[1]}")
-        returning = Returning(PATIENCE, 0.0)
+        members = Membership(PATIENCE)
+        members._next = 0.0
         threads = threading.active_count()
-        assert not returning.there(own, [0])
+        assert not members.there(own, [0])
         wait_until(lambda: threading.active_count() >= threads + 2)  # who asks, and its helper for this worker
         for _ in range(100):
-            assert not returning.there(own, [0])
+            assert not members.there(own, [0])
         assert threading.active_count() == threads + 2
         with contextlib.closing(Channel(silent.accept()[0])) as channel:
             assert channel.receive(PATIENCE)["ask"] == "status"
             channel.send(said(CPU), PATIENCE)
-            wait_until(lambda: not returning._answers.empty())
-        assert returning.there(own, [0]) == {own.addresses[0]}
+        assert there(members, own, asked=True) == {own.addresses[0]}
 
 
 def devices(kind: str, count: int, hardware: str = "") -> list[Device]:

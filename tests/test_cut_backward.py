@@ -27,10 +27,10 @@ from programs import (
 from dapple_tf.tracing.step_nodes import step_nodes
 from dapple_tf.view.step_graph import task_graph
 from graph_passes.errors import PassError
+from graph_passes.ir.collectives import sums_of
 from graph_passes.ir.graph import Graph, control_inputs
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.program import Program, ValueKind
-from graph_passes.ir.replica_sums import sums_of
 from graph_passes.ir.text import graph_text, library_text
 from graph_passes.passes.assign_stages import AssignStages
 from graph_passes.passes.cut_backward import CutBackward
@@ -77,11 +77,13 @@ def test_rows_of_an_embedding_are_gathered_by_themselves() -> None:
 def test_each_piece_is_reduced_when_it_is_over() -> None:
     program = updated(staged(mlp()), layout([2], 8, 2), backward_cuts=["dense_0", "dense_1"])
     view, step = Graph(program.graph), step_of(program)
-    packs = [node for node in view if NodeKind.of(node) is NodeKind.PACK and node.device.endswith("0")]
+    kinds = {node.name: NodeKind.of(node) for node in view}
+    packs = [node for node in view if kinds[node.name] is NodeKind.PACK and node.device.endswith("0")]
     assert len(packs) == 3
-    pieces = step.pieces[task("0B1")]
-    for pack, piece, after in zip(packs, pieces, (*pieces[1:], ()), strict=True):
-        assert piece[-1] in control_inputs(pack) and not {*after} & {*control_inputs(pack)}
+    readers = [name for call in step.pieces[task("0B1")] for name in view.consumers(call)]
+    added = [name for name in readers if kinds[name] is NodeKind.ACCUMULATE]
+    for pack, own, after in zip(packs, added, (*added[1:], ""), strict=True):
+        assert own in control_inputs(pack) and after not in control_inputs(pack)
     reduced = [view.nodes[name] for name in view.topological() if NodeKind.of(view.nodes[name]) is NodeKind.ALL_REDUCE]
     first, second = ([each.name[-1] for each in reduced if each.device.endswith(device)] for device in "01")
     assert first == second == sorted(first)

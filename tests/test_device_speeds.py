@@ -52,12 +52,12 @@ def mlp() -> keras.Model:
 def with_times(monkeypatch: pytest.MonkeyPatch, *times: Sequence[float]) -> None:
     """Lets devices take these seconds in their turns."""
 
-    def in_turns(seconds: Sequence[Callable[[], float]], *_: Any) -> list[list[float]]:
+    def in_turns(seconds: Sequence[Callable[[], float]], *_: Any, **__: Any) -> list[list[float]]:
         assert len(seconds) == len(times)
         assert all(own() >= 0 for own in seconds)
         return [list(own) for own in times]
 
-    monkeypatch.setattr(device_speeds, "_in_turns", in_turns)
+    monkeypatch.setattr(device_speeds, "in_turns", in_turns)
 
 
 def test_classes_are_of_one_kind_and_about_the_same_memory() -> None:

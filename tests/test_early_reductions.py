@@ -14,8 +14,8 @@ from test_plan_record import profile_of
 from dapple_tf.describe.cluster import Cluster, Device, Server
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile
-from dapple_tf.planning.early_reductions import reduced_early
 from dapple_tf.planning.planner import plan as planned
+from dapple_tf.planning.reductions import reduced_early
 from dapple_tf.simulation.simulator import simulate
 
 

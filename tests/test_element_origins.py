@@ -12,7 +12,7 @@ from programs import FLOAT, INT32, PARAMETER
 from graph_passes.analysis.element_origins import ElementOrigins, Origin, Parts
 from graph_passes.ir.graph import Builder, GraphDef, Ref, dtype_attr
 from graph_passes.ir.program import Program, Roles, Slice, Stage, Value, Variable
-from graph_passes.passes.row_sets import Rows, row_sets
+from graph_passes.passes.build_backward import Rows, row_sets
 
 LENGTH = 4
 Made = Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tf.Tensor]
@@ -101,6 +101,7 @@ OTHERS: dict[str, tuple[Made, Origin]] = {
         Origin.DISTINCT,
     ),
     "largest of the batch": (lambda ids, fixed, samples: tf.reduce_max(ids, 0), Origin.COUPLED),
+    "less the largest": (lambda ids, fixed, samples: flat(ids) - tf.reduce_max(ids), Origin.COUPLED),
     "largest of the batch, repeated": (lambda ids, fixed, samples: tf.fill([3], tf.reduce_max(ids)), Origin.COUPLED),
     "unique, gathered": (lambda ids, fixed, samples: tf.gather(fixed, tf.unique(flat(ids))[0] % 3), Origin.COUPLED),
     "pairs of samples": (lambda ids, fixed, samples: ids[:, :1] - tf.transpose(ids[:, :1]), Origin.COUPLED),

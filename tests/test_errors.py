@@ -15,7 +15,7 @@ from models_for_tests import ATTACHED, assert_close, classifier, layers, plan, s
 
 import dapple_tf as dapple
 from dapple_tf.describe.layer_profile import Cost, LayerProfile
-from dapple_tf.frontend.empty_data import check_has_batches
+from dapple_tf.frontend.batch_sizes import check_has_batches
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*Your input ran out of data:UserWarning"),
@@ -197,9 +197,10 @@ def coupled() -> keras.Model:
 
 
 TRACED: dict[str, Callable[[], keras.Model]] = {
-    "layer 'odd' uses the value of a tensor in Python control flow (if, while, for, int())": lambda: subclassed(
+    "layer 'odd' uses the value of a tensor in Python (if, while, for, int(), numpy())": lambda: subclassed(
         Odd(lambda x: x if keras.ops.sum(x) > 0 else -x)
     ),
+    "layer 'odd' uses the value of a tensor in Python (if,": lambda: subclassed(Odd(lambda x: x * x.numpy().mean())),
     "layer 'odd' can't be traced: what is a graph?": lambda: subclassed(Odd(eager_only)),
     "layer 'odd' takes the number of samples from a static shape (x.shape[0]), where it isn't known": lambda: (
         subclassed(Odd(lambda x: keras.ops.reshape(x, (x.shape[0], 2, 2, 1))[:, :, 0, 0]))

@@ -18,8 +18,7 @@ from workers import PATIENCE, wait_until
 
 import dapple_tf as dapple
 from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError
-from dapple_tf.clusters.returning import Returning
-from dapple_tf.execution import growing
+from dapple_tf.clusters.membership import Membership
 from dapple_tf.network.inquiry import reachable
 from dapple_tf.tools.hosts import LocalWorkers
 
@@ -171,7 +170,7 @@ class Trained:
             self.pipelined.reset_metrics()
             self.pipelined.load()
             self.workers.begin(faults or {})
-            # The start of a session tells of workers that are parted, whatever the policy: test_recovery.py.
+            # The start of a session tells of workers that are parted, whatever the policy: test_elastic.py.
             results = User(self.pipelined, folder, self.workers.join).follow(script)
         assert not faults or self.workers.met or min(faults) >= self.workers.calls
         return results
@@ -272,8 +271,8 @@ def test_four_real_workers_three_and_four_again(
             wait_until(answered)
 
     def answered() -> bool:
-        returning = pipelined._runtime._growing._returning
-        return returning is None or not returning._asking or not returning._answers.empty()
+        answer = pipelined._runtime.elastic.members._answer
+        return answer is None or not answer.empty()
 
     def fit(model: Any, data: Any, **options: Any) -> Any:
         return model.fit(data, epochs=3, verbose=0, validation_data=(X, Y), **options).history
@@ -283,7 +282,8 @@ def test_four_real_workers_three_and_four_again(
         tf.random.set_seed(4)
         return tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(len(X), seed=5).batch(BATCH)
 
-    monkeypatch.setattr(growing, "Returning", lambda seconds, pause: Returning(seconds, 0.0))
+    ask_after = Membership._ask_after
+    monkeypatch.setattr(Membership, "_ask_after", lambda own, pause: ask_after(own, 0.0))
     wait_until(lambda: all(reachable(workers.addresses, PATIENCE)))
     cluster = dapple.Cluster.of_servers(workers.addresses)
     policy = dapple.FaultPolicy("replan", notice_seconds=2.0, wait_seconds=0.0)

@@ -22,11 +22,10 @@ from dapple_tf.models import gpt
 from dapple_tf.tools import command, dump_graph
 from dapple_tf.tools import plan as plan_tool
 from graph_passes.analysis.device_kernels import ON_CPU, REFUSED, SHARED, TO_HOST, UNORDERED, UNPLACED, gpu_report
-from graph_passes.ir.collectives import HINT_ATTR
+from graph_passes.ir.collectives import HINT_ATTR, SUM_OP
 from graph_passes.ir.graph import COMPILED_ATTR, Builder, Graph, NodeDef, Ref, control_inputs, dtype_attr
 from graph_passes.ir.kernels import knows_gpus
 from graph_passes.ir.outline import call_node, outline
-from graph_passes.ir.replica_sums import SUM_OP
 from graph_passes.ir.storage import merge_library, read
 from graph_passes.ir.tensorflow_bridge import empty_graph
 

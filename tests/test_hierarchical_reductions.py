@@ -13,7 +13,6 @@ from programs import (
     layout,
     mlp,
     ordered,
-    owners,
     sgd_updates,
     show_changes,
     staged,
@@ -130,7 +129,7 @@ def test_traces_and_drawings_know_its_parts() -> None:
 def test_what_is_carried_over_is_reduced_alike() -> None:
     program = staged(two_layers(), "a")
     options = {"want_gradients": False, "carried": ((0,),), "all_reduces": rules([2, 3])}
-    update = Update(sgd_updates(program), owners(program), HOST, 1 << 20, **options)
+    update = Update(sgd_updates(program), 1 << 20, **options)
     step = ordered(program, layout([4, 1], 8, 2))
     graph, _ = flush(update, step)
     reduced = [each for each in graph.node if each.op == "CollectiveReduceV2"]

@@ -77,7 +77,7 @@ def test_metrics_stay_outside_of_what_xla_compiles() -> None:
 def test_several_devices_and_micro_batches_are_refused(program: Program, cut: Layout, text: str) -> None:
     program = updated(program, cut)
     with unchanged(program), pytest.raises(PassError, match=text):
-        Join("joined").run(program)
+        Join().run(program)
 
 
 OPTIMIZERS = {

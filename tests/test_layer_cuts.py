@@ -255,7 +255,7 @@ class Written:
 
 def test_a_buffer_counts_for_the_first_stage_that_keeps_it() -> None:
     written = Written()
-    kept = [kept_tensors(written.program, stage) for stage in (0, 1)]
+    kept = kept_tensors(written.program)
     assert all(kept)
     assert written.read().kept_bytes(kept) == [40, 40]
     for output in written.nodes[Task(1, Phase.FORWARD, LAST)].output:  # The second only hands on what it was given.

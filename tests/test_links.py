@@ -115,5 +115,5 @@ def test_what_cannot_be_measured() -> None:
     cluster = dapple.Cluster.local(2, kind="cpu")
     with pytest.raises(ClusterError, match="a description without real devices"):
         measure_links(dataclasses.replace(cluster, real=False))
-    with pytest.raises(ClusterError, match="messages of 8 and 8 bytes"):
-        measure_links(cluster, small=8, large=8)
+    with pytest.raises(ClusterError, match="messages of 4096 and 8 bytes"):
+        measure_links(cluster, large=8)

@@ -13,13 +13,12 @@ from hardware import cluster_of, profile_of
 from test_simulator import relayed_case
 
 from dapple_tf.describe.plan import ALL_REDUCE, Plan, PlanError
-from dapple_tf.planning.early_reductions import early_reductions
-from dapple_tf.planning.local_search import neighbours
+from dapple_tf.planning.moves import neighbours
 from dapple_tf.planning.plan_request import Changes, Move, PlanRequest
 from dapple_tf.planning.planner import plan as find_plan
+from dapple_tf.planning.reductions import early_reductions
 from dapple_tf.simulation.cost import CostModel
-from dapple_tf.simulation.least_times import LeastTimes
-from dapple_tf.simulation.simulator import run, tried
+from dapple_tf.simulation.simulator import LeastTimes, run, tried
 
 PLAN = Plan.manual(["layer_1"], [[0, 1], [2]], 2, 8)
 

@@ -228,7 +228,8 @@ def test_a_slow_replica_is_told_with_the_speed_that_was_seen_and_the_gain_of_a_n
 
 def test_without_a_callback_the_tenth_step_is_traced_and_one_more_to_be_sure() -> None:
     simulation = simulate(plan(devices=[[0, 1], [2]]), PROFILE, CLUSTER)
-    monitor = StepMonitor(simulation)
+    monitor = StepMonitor()
+    monitor.expect(simulation)
     traced = []
     for number in range(1, 31):
         if monitor.due:
@@ -244,7 +245,8 @@ def test_launches_are_not_compared_with_the_prediction() -> None:
     """Every stage on GPUs was warned of, and plans were offered for made-up speeds."""
     own = plan(devices=[[0, 1], [2]])
     simulation = simulate(own, PROFILE, CLUSTER)
-    monitor = StepMonitor(simulation)
+    monitor = StepMonitor()
+    monitor.expect(simulation)
     monitor.callback = PipelineMonitor(budget=1.0)
     step = measured_as(simulation, {0: 0.01, 1: 0.01})
     step = dataclasses.replace(step, timeline=dataclasses.replace(step.timeline, name=LAUNCHES))
@@ -279,11 +281,11 @@ def test_the_prediction_is_that_of_the_plan_that_runs() -> None:
         return None if pipelined.prediction is None else len(pipelined.prediction.steps)
 
     assert train(4) == 1
-    full = pipelined._runtime._deployment
+    full = pipelined._runtime.elastic.deployment
     left = Deployment(dapple.Cluster.local(1, kind="cpu"), dapple.Plan.manual([], [[0]], 1, 7))
     for deployment in (left, full):
         pipelined.sync()
-        pipelined._runtime._move(deployment)
+        pipelined._runtime.elastic.restart(deployment)
         expected = simulate(deployment.plan, PROFILE, deployment.cluster).latency
         assert pipelined.prediction is not None and pipelined.prediction.predicted == expected
         assert pipelined.prediction is pipelined.prediction

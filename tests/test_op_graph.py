@@ -14,8 +14,7 @@ from program_text import read_program
 
 from dapple_tf.describe.cluster import Cluster, Device
 from dapple_tf.operators import build_op_graph as build_op_graph_module
-from dapple_tf.operators.build_op_graph import build_op_graph, operator_signatures
-from dapple_tf.operators.function_work import FunctionWork
+from dapple_tf.operators.build_op_graph import OperatorSeconds, build_op_graph, operator_signatures
 from dapple_tf.operators.op_costs import OperatorCosts, OperatorCostsError
 from dapple_tf.operators.op_graph import OpGraph, Topology
 from dapple_tf.operators.rooflines import Roofline
@@ -232,7 +231,7 @@ def test_a_loop_costs_its_body_as_often_as_it_runs(caplog: pytest.LogCaptureFixt
     product, tanh = 1e-6 + 2 * 64**3 / 1e12, 1e-6 + 2 * 4 * 64**2 / 1e11
     assert seconds["loop"] == pytest.approx(1e-6 + 10 * (product + tanh), rel=1e-3)
     assert next(value for name, value in seconds.items() if name.endswith("loop_grad")) > 10 * 2 * product
-    assert {FunctionWork(graph, _COSTS, {}).rounds(node) for node in graph.node if "While" in node.op} == {10}
+    assert {OperatorSeconds(graph, _COSTS, {}).rounds(node) for node in graph.node if "While" in node.op} == {10}
     with caplog.at_level("INFO", "dapple_tf"):
         unknown = built(loop_graph(None))
     assert by_name(unknown, unknown.seconds[:, 0])["loop"] < 0.2 * seconds["loop"]
@@ -364,7 +363,7 @@ def test_gradients_of_recurrent_layers_are_known_to_the_last_matrix_product(leng
         *("BroadcastGradientArgs", "VariableShape", "StatelessWhile", "While", "Identity")
     }
     assert set(of_op(graph, shapes, "TensorListStack")) == {(10, 32, 8)}
-    work = FunctionWork(graph, OperatorCosts(), shapes)
+    work = OperatorSeconds(graph, OperatorCosts(), shapes)
     loops = [node for node in graph.node if "While" in node.op]
     assert len(loops) == 2 and {work.rounds(node) for node in loops} == {length}
 

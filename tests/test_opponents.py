@@ -11,7 +11,8 @@ from op_graphs import Builder, topology
 import dapple_tf as dapple
 from dapple_tf.describe.profile import Profile
 from dapple_tf.operators.list_scheduler import earliest, fd_dps_schedule
-from dapple_tf.operators.placement_candidates import judged, variant_of
+from dapple_tf.operators.op_graph import compile_problem
+from dapple_tf.operators.simulated_placement import judged
 from dapple_tf.tools.evaluation import opponents
 from dapple_tf.tools.evaluation.bench_scale import cluster_of as v100s
 from dapple_tf.tools.evaluation.ooo_models import Transformer
@@ -75,9 +76,9 @@ def test_algorithm_2_waits_for_a_parents_device_as_long_as_that_delays_nothing()
     builder.add("Middle", 3.0, 1e3, (parent,))
     short = builder.add("Short", 1.0, 1e3, (parent,))
     graph, links = builder.graph(), topology(3)
-    whole = variant_of(graph, links, {})
-    rules = (earliest, parents_device(whole.problem))
-    first, paper = (judged(whole, *fd_dps_schedule(whole.problem, rule), "") for rule in rules)
+    whole = compile_problem(graph, links)
+    rules = (earliest, parents_device(whole))
+    first, paper = (judged(whole, *fd_dps_schedule(whole, rule), "") for rule in rules)
     assert paper.devices[short] == paper.devices[parent]
     assert first.devices[short] not in (1, first.devices[parent])
     assert paper.seconds == first.seconds

@@ -172,7 +172,7 @@ def test_stages_on_gpus_take_seeds_and_rows_of_tables_from_their_hosts() -> None
 
 def test_boundary_keeps_what_enters_a_stage_and_min_cut_less_than_none() -> None:
     def kept(policy: str) -> int:
-        return sum(stage.residual_bytes for stage in attention_stages(policy).stages)
+        return sum(stage.residual_bytes.per_sample for stage in attention_stages(policy).stages)
 
     program = attention_stages("boundary")
     assert [residuals(stage) for stage in program.stages] == [[]] * 3
@@ -183,13 +183,13 @@ def test_boundary_keeps_what_enters_a_stage_and_min_cut_less_than_none() -> None
 
 def test_bytes_are_counted_per_sample_and_apart_from_what_every_slice_keeps() -> None:
     first, second = staged(two_layers(), "a").stages
-    assert (first.residual_bytes, first.fixed_residual_bytes) == (3 * 8, 0)  # tanh
-    assert (second.residual_bytes, second.fixed_residual_bytes) == ((3 + 1) * 8, 0)  # what it received, and its result
+    assert first.residual_bytes == (3 * 8, 0)  # tanh
+    assert second.residual_bytes == ((3 + 1) * 8, 0)  # what it received, and its result
     # Of a tensor of which only the shape is read a few integers are kept.
     stage = staged(sent("scalar"), "a").stages[0]
     graph = Graph(stage.own_graph)
     assert all(dtype_of(graph, ref) not in FLOAT_DTYPES for ref in residuals(stage))
-    assert stage.residual_bytes == 0 < stage.fixed_residual_bytes <= 64
+    assert stage.residual_bytes.per_sample == 0 < stage.residual_bytes.fixed <= 64
 
 
 @policies
@@ -268,10 +268,10 @@ def test_min_cut_keeps_the_fewest_bytes_of_all_sets(
     nodes, read = graph
     program = stage_of(nodes, read)
     (stage,) = Partition(StageForm("min_cut")).run(program).stages
-    assert (stage.residual_bytes, stage.fixed_residual_bytes) == (0, fewest_bytes(nodes, read))
+    assert stage.residual_bytes == (0, fewest_bytes(nodes, read))
     (plain,) = Partition().run(program).stages
-    assert plain.fixed_residual_bytes == 8 * sum(nodes[index][2] for index in read)
-    assert stage.fixed_residual_bytes <= plain.fixed_residual_bytes
+    assert plain.residual_bytes.fixed == 8 * sum(nodes[index][2] for index in read)
+    assert stage.residual_bytes.fixed <= plain.residual_bytes.fixed
 
 
 def test_a_stage_with_branches_is_not_compiled_and_trains() -> None:

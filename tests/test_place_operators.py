@@ -18,11 +18,10 @@ from tensorflow.core.framework import types_pb2
 import dapple_tf as dapple
 from dapple_tf.measuring.example_batch import ExampleBatch
 from graph_passes.errors import PassError
-from graph_passes.ir.collectives import all_reduce
+from graph_passes.ir.collectives import SUM_OP, all_reduce
 from graph_passes.ir.graph import BYTES_ATTR, Builder, Graph, GraphDef, Ref, dtype_attr
 from graph_passes.ir.kernels import knows_gpus
 from graph_passes.ir.program import Layout, Program, Roles, Slice, Step
-from graph_passes.ir.replica_sums import SUM_OP
 from graph_passes.ir.storage import assign, read
 from graph_passes.ir.tensorflow_bridge import empty_graph
 from graph_passes.ir.text import graph_text

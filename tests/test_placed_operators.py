@@ -16,7 +16,6 @@ from equivalence import TOLERANCE, assert_same_training, assert_same_variables, 
 import dapple_tf as dapple
 from dapple_tf.describe.plan import Plan
 from dapple_tf.operators import step_placer
-from dapple_tf.operators.average_slice import place_average_slice
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import OpPlacement, Topology
 from dapple_tf.operators.rooflines import Roofline
@@ -39,10 +38,10 @@ def cluster_of(devices: int) -> dapple.Cluster:
 @pytest.fixture
 def averages(monkeypatch: pytest.MonkeyPatch) -> list[OpPlacement]:
     """Placements of average micro-batches."""
-    made: list[OpPlacement] = []
+    made, average = list[OpPlacement](), step_placer.place_average_slice
 
     def place(*arguments: Any, **options: Any) -> OpPlacement:
-        made.append(place_average_slice(*arguments, **options))
+        made.append(average(*arguments, **options))
         return made[-1]
 
     monkeypatch.setattr(step_placer, "place_average_slice", place)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
 from op_graphs import LAUNCH, Builder, chain_network, random_graph, simulated, topology
 
 from dapple_tf.describe.plan_values import PlanError
-from dapple_tf.operators.average_slice import MICRO_BATCHES, Kinds, place_average_slice
-from dapple_tf.operators.fd_dps import _improved_best, fd_dps, on_island
+from dapple_tf.operators import step_placer
+from dapple_tf.operators.fd_dps import fd_dps, on_island
 from dapple_tf.operators.list_scheduler import (
     ListScheduler,
     MostCritical,
@@ -29,10 +30,10 @@ from dapple_tf.operators.op_graph import (
     compile_problem,
     tails,
 )
-from dapple_tf.operators.placement_candidates import Candidate, Pieces, judged, placed_by, scheduled, variant_of
-from dapple_tf.operators.simulated_placement import simulate
+from dapple_tf.operators.pieces import Pieces
+from dapple_tf.operators.simulated_placement import Candidate, judged, placed_by, simulate
 from dapple_tf.operators.split_search import by_batch, fast_t_candidate
-from dapple_tf.operators.step_placer import searched
+from dapple_tf.operators.step_placer import MICRO_BATCHES, Kinds, place_average_slice, searched
 from dapple_tf.tools.evaluation.mp_dps import mp_dps_candidate, predicted_paths
 from dapple_tf.tools.evaluation.operator_baselines import data_parallel, single_device
 from graph_passes.analysis.split_rules import Split, SplitRule
@@ -43,17 +44,17 @@ SHAPES = ("layered", "fork_join", "chains", "random")
 
 
 def heft(graph: OpGraph, links: Topology) -> OpPlacement:
-    whole = variant_of(graph, links, {})
-    return placed_by(judged(whole, *heft_schedule(whole.problem), "HEFT"))
+    whole = compile_problem(graph, links)
+    return placed_by(judged(whole, *heft_schedule(whole), "HEFT"))
 
 
 def fast_t(graph: OpGraph, links: Topology) -> OpPlacement:
-    whole = variant_of(graph, links, {})
+    whole = compile_problem(graph, links)
     return placed_by(fast_t_candidate(whole, by_batch(whole)))
 
 
 def mp_dps(graph: OpGraph, links: Topology) -> OpPlacement:
-    whole = variant_of(graph, links, {})
+    whole = compile_problem(graph, links)
     return placed_by(mp_dps_candidate(whole, by_batch(whole)))
 
 
@@ -153,7 +154,7 @@ def normalised(devices: int = 2) -> OpGraph:
 
 
 def start_of(graph: OpGraph, links: Topology) -> Candidate:
-    start = by_batch(variant_of(graph, links, {}))
+    start = by_batch(compile_problem(graph, links))
     assert start is not None
     return start
 
@@ -161,14 +162,14 @@ def start_of(graph: OpGraph, links: Topology) -> Candidate:
 def test_all_operators_on_samples_are_split_and_part_k_is_on_device_k() -> None:
     graph, links = normalised(), topology(2)
     start = start_of(graph, links)
-    assert start.variant.splits == {name: Split("batch", 2) for name in ("Conv_1", "Mean_2", "Sub_3", "Grad_4")}
+    assert start.problem.graph.applied == {name: Split("batch", 2) for name in ("Conv_1", "Mean_2", "Sub_3", "Grad_4")}
     placement = placed_by(start)
-    for name in start.variant.splits:
+    for name in start.problem.graph.applied:
         assert [placement.devices[f"{name}/part{part}"] for part in range(2)] == [0, 1]
     assert placement.devices["Read_0"] == placement.devices["Assign_5"]
     assert placement.seconds == simulated(graph, links, placement).seconds
-    assert by_batch(variant_of(random_graph(5, 2, 0), links, {})) is None
-    assert by_batch(variant_of(normalised(9), topology(9), {})) is None  # of 8 samples
+    assert by_batch(compile_problem(random_graph(5, 2, 0), links)) is None
+    assert by_batch(compile_problem(normalised(9), topology(9))) is None  # of 8 samples
     with pytest.raises(PlacementError, match="no operator can be split by batch"):
         data_parallel(random_graph(5, 2, 0), links)
 
@@ -185,7 +186,7 @@ def test_operators_that_the_batch_isnt_linked_with_are_split_where_that_pays(sec
     loss = builder.add("Loss", 0.1, 4.0, (z,))
     gradient = builder.add("Grad", 0.1, 4e3, (y, loss), rules=(SplitRule("batch", 8, (0, None), (None,)),))
     builder.add("Assign", 0.01, 0.0, (gradient, read), group="v")
-    splits = start_of(builder.graph(), topology(2)).variant.splits
+    splits = start_of(builder.graph(), topology(2)).problem.graph.applied
     assert splits.keys() == {"Conv_1", "Mean_2", "Mul_4", "Grad_8"} | split
 
 
@@ -200,7 +201,7 @@ def test_a_variables_rows_are_no_samples() -> None:
     own = tuple(SplitRule(name, 8, (axis,), (axis,)) for axis, name in enumerate(("batch", "channel")))
     update = builder.add("Square", 1.0, 4e3, (gradient,), rules=own)
     builder.add("Assign", 0.01, 0.0, (update, read), group="v")
-    splits = start_of(builder.graph(), topology(2)).variant.splits
+    splits = start_of(builder.graph(), topology(2)).problem.graph.applied
     assert splits == {name: Split("batch", 2) for name in ("MatMul_1", "Grad_2")}
 
 
@@ -366,18 +367,6 @@ def test_small_graphs_are_within_5_percent_of_the_optimum(seed: int) -> None:
     assert fd_dps(graph, topology(2)).seconds <= 1.05 * optimum(graph, topology(2))
 
 
-def test_rounds_go_on_where_layouts_of_more_operators_are_ahead() -> None:
-    """They ended there, as a round of a larger graph is dearer, and what they had found was dropped."""
-    graph, links = chain_network(4, layers=4), topology(4)
-    whole = variant_of(graph, links, {})
-    alone, parts = scheduled(whole, [0] * graph.count, "one device"), start_of(graph, links)
-    assert parts.seconds < 0.3 * alone.seconds
-    assert parts.variant.problem.count > 2 * graph.count
-    visits = 30 * graph.count / 0.05 + 1  # a first round of 10 simulations of the whole operators
-    best = _improved_best([alone], [parts, parts._replace(origin="again")], [], visits)
-    assert best.rank <= parts.rank
-
-
 def test_one_device_runs_everything_and_no_operators_take_no_time() -> None:
     graph = random_graph(20, 1, 0)
     placement = fd_dps(graph, topology(1))
@@ -391,7 +380,7 @@ def test_a_chain_is_split_like_data_parallelism_but_not_where_links_are_slow() -
     placement = fd_dps(graph, topology(4))
     assert {split.parts for split in placement.splits.values()} == {4}
     assert total / 4 < placement.seconds < 0.4 * total
-    whole = fd_dps(graph, topology(4), split=False)
+    whole = fd_dps(dataclasses.replace(graph, splits={}), topology(4))
     assert whole.seconds <= total and not whole.splits
     alone = fd_dps(chain_network(2, layers=3), topology(2, bandwidth=1e6))
     assert not alone.splits and alone.seconds == pytest.approx(chain_network(2, layers=3).seconds[:, 0].sum())
@@ -509,13 +498,13 @@ def step(apply_seconds: float = 1e-3) -> tuple[OpGraph, Kinds]:
 class Searched:
     """Stands in place of `fd_dps`: placements that are given come first; keeps what was asked."""
 
-    def __init__(self, *first: OpPlacement) -> None:
-        self.first, self.graphs, self.splits = list(first), list[OpGraph](), list[object]()
+    def __init__(self, patch: pytest.MonkeyPatch, *first: OpPlacement) -> None:
+        self.first, self.graphs = list(first), list[OpGraph]()
+        patch.setattr(step_placer, "fd_dps", self)
 
-    def __call__(self, graph: OpGraph, links: Topology, **options: object) -> OpPlacement:
+    def __call__(self, graph: OpGraph, links: Topology, **options: Any) -> OpPlacement:
         self.graphs.append(graph)
-        self.splits.append(options.get("split"))
-        return self.first.pop(0) if self.first else fd_dps(graph, links)
+        return self.first.pop(0) if self.first else fd_dps(graph, links, **options)
 
 
 def on_first(graph: OpGraph, *others: str) -> OpPlacement:
@@ -524,10 +513,10 @@ def on_first(graph: OpGraph, *others: str) -> OpPlacement:
     return OpPlacement(devices, graph.names, {}, 1.0, (0.0, 0.0))
 
 
-def test_operators_that_run_once_count_by_the_number_of_micro_batches() -> None:
+def test_operators_that_run_once_count_by_the_number_of_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, kinds = step(4e-3)
-    search, shares = Searched(), list[float]()
-    placement = place_average_slice(graph, topology(2), kinds, search=search)
+    search, shares = Searched(monkeypatch), list[float]()
+    placement = place_average_slice(graph, topology(2), kinds)
     average, staying = search.graphs
     assert np.array_equal(staying.seconds, average.seconds)
     once = np.array([op in ("Read", "Apply") for op in graph.ops])
@@ -541,23 +530,23 @@ def test_operators_that_run_once_count_by_the_number_of_micro_batches() -> None:
         place_average_slice(graph, topology(2, memory=1e6), kinds)
 
 
-def test_a_placement_that_only_an_average_leaves_room_for_isnt_taken() -> None:
+def test_a_placement_that_only_an_average_leaves_room_for_isnt_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, kinds = step()
     limit = 1.01 * max(fd_dps(graph, topology(2)).peak_bytes)
-    search = Searched(on_first(graph), on_first(graph))
-    placement = place_average_slice(graph, topology(2, memory=limit), kinds, search=search)
+    search = Searched(monkeypatch, on_first(graph), on_first(graph))
+    placement = place_average_slice(graph, topology(2, memory=limit), kinds)
     assert search.graphs[2] is graph
     assert max(placement.peak_bytes) <= limit
 
 
-def test_variables_stay_where_they_are_if_that_shortens_the_tasks() -> None:
+def test_variables_stay_where_they_are_if_that_shortens_the_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products were placed apart from their variables, which had to be sent before anything could run."""
     graph, kinds = step()
     numbers = [op for op, kind in enumerate(graph.ops) if kind == "Read"]
     of_second = [graph.names[op] for op in np.flatnonzero(graph.groups == graph.groups[numbers[1]])]
     # The first product reads its variable from the other device.
-    search = Searched(on_first(graph, *of_second, graph.names[numbers[0] + 1]))
-    devices = place_average_slice(graph, topology(2), kinds, search=search).devices
+    Searched(monkeypatch, on_first(graph, *of_second, graph.names[numbers[0] + 1]))
+    devices = place_average_slice(graph, topology(2), kinds).devices
     for op in numbers:
         assert devices[graph.names[op]] == devices[graph.names[op + 1]]
 
@@ -576,15 +565,15 @@ def test_variables_that_fit_no_device_together_are_placed_apart() -> None:
     assert max(placement.peak_bytes) <= 45e6
 
 
-def test_of_two_placements_the_one_that_fits_is_taken() -> None:
+def test_of_two_placements_the_one_that_fits_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the faster one had no room in a whole step, a search for a whole step replaced both."""
     graph, kinds = step()
-    apart = fd_dps(graph, topology(2), split=False)
+    apart = fd_dps(dataclasses.replace(graph, splits={}), topology(2))
     assert set(apart.devices.values()) == {0, 1}
-    search = Searched(on_first(graph), apart)
+    search = Searched(monkeypatch, on_first(graph), apart)
     links = topology(2, latency=1.0, memory=1.1 * max(apart.peak_bytes))  # One device is faster, and has no room.
-    placement = place_average_slice(graph, links, kinds, search=search)
-    assert search.splits == [None, False] and placement.devices == apart.devices
+    placement = place_average_slice(graph, links, kinds)
+    assert len(search.graphs) == 2 and placement.devices == apart.devices
 
 
 @pytest.mark.parametrize(

@@ -26,13 +26,20 @@ from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.plan_report import PlanReport
 from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.describe.profile_text import load_text
-from dapple_tf.planning.choice import Choice
-from dapple_tf.planning.features import FEATURES, NAMES, restraints
-from dapple_tf.planning.out_of_order_plans import even_plans, largest_reverse_first_k, least_seconds
+from dapple_tf.planning.moves import (
+    even_plans,
+    evened,
+    largest_reverse_first_k,
+    leanest,
+    least_seconds,
+    modes_by_memory,
+    modes_on,
+    recomputing_by_stage,
+)
 from dapple_tf.planning.plan_reasons import shape, single_device_seconds
-from dapple_tf.planning.plan_request import DAPPLE_POLICIES, PlanRequest
+from dapple_tf.planning.plan_request import DAPPLE_POLICIES, FEATURES, NAMES, PlanRequest, restraints
 from dapple_tf.planning.planner import plan
-from dapple_tf.planning.recompute_modes import evened, leanest, modes_by_memory, modes_on, recomputing_by_stage
+from dapple_tf.planning.pool import Choice
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import simulate, tried
 from dapple_tf.tools.evaluation.paper_models import CONFIGS, MODELS

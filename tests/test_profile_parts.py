@@ -13,7 +13,6 @@ from dapple_tf.describe.layer_profile import ZERO, Cost, LayerProfile, NeededLat
 from dapple_tf.describe.profile import Profile
 from dapple_tf.frontend.layer_cuts import with_functions, with_gradients
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.measuring.cost_fit import cost_through, nearest_cost, shares
 from dapple_tf.measuring.layers_by_operator import (
     MeasuredOperators,
     layers_by_operator,
@@ -21,7 +20,8 @@ from dapple_tf.measuring.layers_by_operator import (
     stage_operators,
     with_recomputation,
 )
-from dapple_tf.measuring.profiled_model import PHASES, TimeBudget
+from dapple_tf.measuring.measured_layers import nearest_cost, shares
+from dapple_tf.measuring.turns import PHASES, TimeBudget
 from dapple_tf.operators.op_costs import OperatorCosts
 
 
@@ -37,9 +37,9 @@ def test_the_nearest_cost() -> None:
 
 
 def test_the_cost_through_two_points() -> None:
-    assert cost_through((2, 4), (10, 14)) == Cost(6, 2)
-    assert cost_through((2, 4), (10, 8)) == Cost(10, 0)
-    assert cost_through((2, 4), (1, 4)) == Cost(0, 1)
+    assert Cost.through((2, 4), (10, 14)) == Cost(6, 2)
+    assert Cost.through((2, 4), (10, 8)) == Cost(10, 0)
+    assert Cost.through((2, 4), (1, 4)) == Cost(0, 1)
 
 
 @given(st.lists(st.just(0.0) | st.floats(1e-9, 1e3), min_size=2, max_size=5))
@@ -47,7 +47,7 @@ def test_no_part_is_negative(times: list[float]) -> None:
     samples = [2**index for index in range(len(times))]
     nearest = nearest_cost(samples, times)  # A Cost refuses negative parts.
     assert nearest.at(samples[-1]) >= 0.99 * min(times)
-    exact = cost_through(samples[:2], times[:2])
+    exact = Cost.through(samples[:2], times[:2])
     assert all(exact.at(x) >= t - 1e-9 for x, t in zip(samples[:2], times[:2], strict=True))
 
 

@@ -19,9 +19,9 @@ import dapple_tf as dapple
 from dapple_tf.describe.layer_profile import ZERO, ProfileError
 from dapple_tf.describe.profile import Profile
 from dapple_tf.measuring import measured_layers
-from dapple_tf.measuring.profiled_model import TimeBudget
 from dapple_tf.measuring.profiler import profile
 from dapple_tf.measuring.timed_step import StepRuns
+from dapple_tf.measuring.turns import TimeBudget
 from graph_passes.ir.program import VariableKind
 from graph_passes.passes.assign_stages import AssignStages
 
@@ -155,8 +155,15 @@ def test_what_weight_gradients_are_computed_from() -> None:
     The first layer has no Bx, so that its Bw is the whole B: it reads tanh's results and the gradient of these.
     Features aren't kept, they are there for the whole step.
     """
-    model_profile = mlp_by_layer()
-    kept = [layer.delayed_bytes.at(1) for layer in model_profile.layers if layer.delayed_bytes is not None]
+    kept = []
+    for index, layer in enumerate(mlp_by_layer().layers):
+        assert layer.buffers is not None
+        costs = [layer.buffers.delayed, layer.buffers.partial]
+        for tensor in mlp_by_layer().tensors:
+            costs += [tensor.bytes] * (
+                (index in tensor.delayed) + (tensor.producer == index and tensor.gradient_delayed)
+            )
+        kept.append(sum(cost.at(1) for cost in costs))
     assert kept == [4 * (6 + 6), 4 * (6 + 5), 4 * (5 + 3)]
 
 
@@ -208,14 +215,15 @@ def test_on_gpus_functions_know_the_size_of_slices_as_in_training(monkeypatch: p
     monkeypatch.setattr(measured_layers, "device_kind", lambda _: "GPU")
     run = StepRuns.run
 
-    def noted(self: StepRuns, samples: int, **options: bool) -> None:
+    def noted(self: StepRuns, samples: int) -> np.ndarray:
         steps[self.name] = self
-        run(self, samples, **options)
+        return run(self, samples)
 
     monkeypatch.setattr(StepRuns, "run", noted)
     profiled = measured(mlp(), [2, 8], budget=hurried("layers"))
+    assert profiled.tensors == mlp_by_layer().tensors
     for layer, other in zip(profiled.layers, mlp_by_layer().layers, strict=True):
-        for what in ("residual_bytes", "min_cut_residual_bytes", "delayed_bytes", "output_bytes", "parameter_bytes"):
+        for what in ("residual_bytes", "min_cut_residual_bytes", "output_bytes", "parameter_bytes"):
             assert getattr(layer, what) == getattr(other, what), (layer.name, what)
     of_size = {f"{name}{samples}" for name in ("layered", "whole", "again") for samples in (2, 8)}
     assert set(steps) == {*of_size, "layered", "nothing"}  # One of any size tells memory.

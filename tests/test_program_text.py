@@ -111,7 +111,7 @@ def test_joined_steps(golden: Golden) -> None:
     two = updated(staged(stateful_layers(), "a"), Layout(layout([1], SAMPLES).devices * 2, 4, 4, 1), accumulated=False)
     texts = []
     for before in (complete(), two):
-        after = apply(before, Join("joined_step"))
+        after = apply(before, Join())
         known = [function.signature.name for function in before.graph.library.function]
         step = step_of(after)
         roles = f"loss {step.loss}, train {step.train}, metrics {[*map(str, step.metric_results.get('total', ()))]}"

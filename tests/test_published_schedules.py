@@ -13,7 +13,7 @@ from schedule_runs import execute, straight, vee
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
-from dapple_tf.planning.out_of_order_plans import stages_per_device
+from dapple_tf.planning.moves import stages_per_device
 from dapple_tf.planning.plan_request import PlanRequest
 from dapple_tf.planning.planner import plan as find_plan
 from dapple_tf.schedules.list_scheduling import (

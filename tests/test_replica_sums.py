@@ -23,9 +23,9 @@ from programs import (
 )
 
 from graph_passes.errors import PassError
+from graph_passes.ir.collectives import key_nodes, sums_of, without_sums
 from graph_passes.ir.graph import Graph
 from graph_passes.ir.program import Program, StageFunction, Value, ValueKind
-from graph_passes.ir.replica_sums import key_nodes, sums_of, without_sums
 from graph_passes.ir.verify import _verify_meetings, verify
 from graph_passes.passes.assign_stages import AssignStages
 from graph_passes.passes.build_backward import BuildBackward

@@ -26,7 +26,7 @@ from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.schedules.schedule_request import ScheduleError
 from dapple_tf.variables import stored_values
-from graph_passes.ir.program import Layout
+from graph_passes.ir.program import Growth, Layout, Stage
 
 layers = keras.layers
 
@@ -127,7 +127,7 @@ def test_device_memory_limits_micro_batches_in_flight() -> None:
     pipelined, (build, _, step) = kept(2**40)
     assert [str(task) for task in step.schedule.orders[0][:4]] == ["0F0", "0F1", "0F2", "0B0"]
     stage = build.program.stages[0]
-    residual = stage.residual_bytes * 8 + stage.fixed_residual_bytes
+    residual = stage.residual_bytes.at(8)
     fixed = pipelined._engine.builder.stored_bytes(build.program, pipelined._engine.cluster.device_names[0])
     _, (*_, step) = kept(fixed + 2 * residual)
     assert [str(task) for task in step.schedule.orders[0][:3]] == ["0F0", "0F1", "0B0"]
@@ -142,16 +142,14 @@ def test_device_memory_limits_micro_batches_in_flight() -> None:
 # ---- micro-batches that fit
 
 
-def program_of(*sizes: dict[str, int]) -> Any:
+def program_of(*sizes: dict[str, Growth]) -> Any:
     """Stages that keep so many bytes."""
-    names = ("residual", "fixed_residual", "delayed", "fixed_delayed")
-    nothing = {f"{name}_bytes": 0 for name in names}
-    return SimpleNamespace(stages=[SimpleNamespace(index=i, **(nothing | own)) for i, own in enumerate(sizes)])
+    return SimpleNamespace(stages=[Stage(index, (), **own) for index, own in enumerate(sizes)])
 
 
 def test_the_runtime_counts_each_devices_own_slices() -> None:
     """12 samples of 10 bytes: 9 on a device of 200 bytes, 3 on one of 100."""
-    program = program_of({"residual_bytes": 10})
+    program = program_of({"residual_bytes": Growth(10)})
     devices = [dapple.Device(f"/device:CPU:{index}", 0, memory) for index, memory in enumerate((200, 100))]
     cluster = dapple.Cluster(tuple(devices), real=False)
     for shares, held in (([[3, 1]], 2), ([[1, 1]], 1)):
@@ -162,7 +160,7 @@ def test_the_runtime_counts_each_devices_own_slices() -> None:
 
 def test_the_runtime_counts_slices_of_any_of_a_devices_stages() -> None:
     """Five slices fit beside the variables, each of at most 200 bytes: two micro-batches of both stages."""
-    program = program_of(*({"residual_bytes": size, "delayed_bytes": 50} for size in [200, 150] * 2))
+    program = program_of(*({"residual_bytes": Growth(size), "delayed_bytes": Growth(50)} for size in [200, 150] * 2))
     plan = dapple.Plan.manual([f"hidden_{stage}" for stage in range(3)], vee(2), 8, 8, "v_min")
     cluster = dapple.Cluster.local(2, memory_bytes=2000, kind="cpu")
     layout = Layout([["a"], ["b"], ["b"], ["a"]], 8, 8, 8)

@@ -16,9 +16,8 @@ from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.layer_profile import Cost, LayerProfile, NeededLater
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile
-from dapple_tf.planning.latency import StageTime, pipeline_latency, pivot_stage, stage_times
 from dapple_tf.planning.placement import Placements, allocate, links_of
-from dapple_tf.planning.search import Search, coarsened
+from dapple_tf.planning.search import Search, StageTime, coarsened, pipeline_latency, pivot_stage, stage_times
 from dapple_tf.planning.stage_cuts import balanced, by_memory, by_time
 from dapple_tf.simulation.all_reduce import all_reduce_time
 from dapple_tf.simulation.cost import CostModel

@@ -9,7 +9,7 @@ from tensorflow.core.framework import types_pb2
 
 from graph_passes.ir.graph import CALL_ATTR, Builder, Graph, GraphDef, Ref, dtype_attr, shape_attr
 from graph_passes.ir.tensorflow_bridge import empty_graph
-from graph_passes.passes.share_values import share_values
+from graph_passes.passes.share_values import ShareValues
 
 FLOAT = {"T": dtype_attr(types_pb2.DT_FLOAT)}
 
@@ -39,7 +39,7 @@ def two_updates() -> GraphDef:
 
 def test_a_variable_that_two_updates_read_is_read_once() -> None:
     graph = two_updates()
-    shared = share_values(graph, shapes_of(graph))
+    shared = ShareValues(shapes_of(graph)).shared(graph)
     assert [node.op for node in shared.node] == ["VarHandleOp", "ReadVariableOp", "Neg"]
     Graph(shared).topological()
     assert len(graph.node) == 6, "the graph that was given stays as it is"
@@ -47,7 +47,7 @@ def test_a_variable_that_two_updates_read_is_read_once() -> None:
 
 def test_nodes_that_a_step_names_stay() -> None:
     graph = two_updates()
-    shared = share_values(graph, shapes_of(graph), {"a/scaled", "b/scaled"})
+    shared = ShareValues(shapes_of(graph)).shared(graph, {"a/scaled", "b/scaled"})
     assert names(shared, "Neg") == ["a/scaled", "b/scaled"]
     (read,) = names(shared, "ReadVariableOp")
     assert Graph(shared).inputs("a/scaled") == Graph(shared).inputs("b/scaled") == [Ref(read)]
@@ -58,14 +58,14 @@ def test_a_read_that_waits_may_see_another_value() -> None:
     first = variable(builder, "a", "rate")
     assigned = builder.add("assign", "AssignVariableOp", [Ref("a/handle"), first], dtype=FLOAT["T"])
     variable(builder, "b", "rate", control=[assigned.node])
-    shared = share_values(builder.graph, shapes_of(builder.graph))
+    shared = ShareValues(shapes_of(builder.graph)).shared(builder.graph)
     assert names(shared, "ReadVariableOp") == ["a/read", "b/read"]
 
 
 @pytest.mark.parametrize("shape", [(1025,), (None,), None])
 def test_large_and_unknown_values_are_computed_again(shape: tuple[int | None, ...] | None) -> None:
     graph = two_updates()
-    shared = share_values(graph, shapes_of(graph, shape))
+    shared = ShareValues(shapes_of(graph, shape)).shared(graph)
     assert len(names(shared, "ReadVariableOp")) == len(names(shared, "Neg")) == 2
 
 
@@ -75,7 +75,7 @@ def test_random_numbers_are_drawn_for_each() -> None:
     kind = {"T": dtype_attr(types_pb2.DT_INT32), "dtype": dtype_attr(types_pb2.DT_FLOAT)}
     for name in ("a", "b"):
         builder.add(name, "RandomUniform", [dims], **kind)
-    shared = share_values(builder.graph, shapes_of(builder.graph))
+    shared = ShareValues(shapes_of(builder.graph)).shared(builder.graph)
     assert names(shared, "RandomUniform") == ["a", "b"]
 
 
@@ -83,5 +83,5 @@ def test_tasks_that_are_ordered_share_nothing() -> None:
     graph = two_updates()
     for node in graph.node:
         node.attr[CALL_ATTR].s = node.name.partition("/")[0].encode()
-    assert len(share_values(graph, shapes_of(graph), within_calls=True).node) == 6
-    assert len(share_values(graph, shapes_of(graph)).node) == 3
+    assert len(ShareValues(shapes_of(graph), within_calls=True).shared(graph).node) == 6
+    assert len(ShareValues(shapes_of(graph)).shared(graph).node) == 3

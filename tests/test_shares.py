@@ -26,12 +26,12 @@ from dapple_tf.describe.profile import Profile
 from dapple_tf.errors import CaptureError
 from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.capture import Mode
-from dapple_tf.planning.chunks import chunked
-from dapple_tf.planning.local_search import neighbours
+from dapple_tf.planning.moves import neighbours
 from dapple_tf.planning.plan_request import PlanRequest
 from dapple_tf.planning.planner import plan
 from dapple_tf.planning.replanning import shrink
 from dapple_tf.planning.shares import best_split, with_shares
+from dapple_tf.planning.stage_cuts import chunked
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import simulate
 from graph_passes.errors import PassError

@@ -21,12 +21,10 @@ from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile, SharedParameters, Tensor
 from dapple_tf.planning.planner import plan as planned
 from dapple_tf.schedules.schedules import POLICIES, make_schedule
-from dapple_tf.simulation.cost import CostModel
-from dapple_tf.simulation.legs import Leg
+from dapple_tf.simulation.cost import CostModel, Leg
 from dapple_tf.simulation.simulator import Simulation, simulate
 from dapple_tf.view.timeline import Span
-from graph_passes.ir.relays import sources_of
-from graph_passes.ir.tasks import Phase, Schedule, Task
+from graph_passes.ir.tasks import Phase, Schedule, Task, sources_of
 
 WHOLE = ("gpipe", "dapple_a", "dapple_b")  # no Bx and Bw
 STRAIGHT = [policy for policy in POLICIES if not there_and_back(policy)]  # one stage on each device will do
@@ -507,7 +505,8 @@ def arrivals(step: Simulation, leg: Leg, micro_batch: int, device: int, *, backw
 
 def over(step: Simulation, leg: Leg, micro_batch: int, *, backward: bool) -> list[Span]:
     stage = leg.receiver if backward else leg.sender
-    return [s for s in step.spans if (s.leg, s.micro_batch, s.stage) == (leg.number, micro_batch, stage)]
+    sends = [s for s in step.spans if s.kind == "send" and (s.micro_batch, s.stage) == (micro_batch, stage)]
+    return [s for s in sends if step.graph.activities[s.activity].leg == leg.number]
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -96,6 +96,6 @@ def test_a_stage_without_parameters_has_no_bw_and_the_first_no_bx() -> None:
 def test_bytes_between_bx_and_bw_are_those_that_bw_reads() -> None:
     """h (3 float64) and dy (1) of a slice; the first stage keeps x (2) and the gradient of h (3)."""
     first, second = split("two layers").stages
-    assert (second.delayed_bytes, second.fixed_delayed_bytes) == ((3 + 1) * 8, 0)
-    assert second.residual_bytes == (3 + 1) * 8
-    assert (first.delayed_bytes, first.fixed_delayed_bytes) == ((3 + 3) * 8, 0)
+    assert second.delayed_bytes == ((3 + 1) * 8, 0)
+    assert second.residual_bytes.per_sample == (3 + 1) * 8
+    assert first.delayed_bytes == ((3 + 3) * 8, 0)

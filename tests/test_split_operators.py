@@ -22,7 +22,7 @@ from graph_passes.ir.program import Layout, Program, Roles, Slice, Step
 from graph_passes.ir.static_shapes import infer_shapes
 from graph_passes.ir.tasks import Phase, Task
 from graph_passes.ir.text import graph_text
-from graph_passes.passes.split_operators import SplitGraph, SplitOperators, split_operators
+from graph_passes.passes.split_operators import GraphSplitting, SplitGraph, SplitOperators
 
 TOPOLOGY = Topology(("/device:CPU:0",), np.full((1, 1), np.inf), np.zeros((1, 1)), np.full(1, np.inf))
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
@@ -34,7 +34,7 @@ CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
 def split(graph: GraphDef, splits: Mapping[str, tuple[str, int]], fetched: Sequence[Ref] = ()) -> SplitGraph:
     before = graph.SerializeToString(deterministic=True)
     chosen = {name: Split(*how) for name, how in splits.items()}
-    split_graph = split_operators(graph, chosen, infer_shapes(graph, {}, {}), fetched)
+    split_graph = GraphSplitting(graph, chosen, infer_shapes(graph, {}, {})).result(fetched)
     assert graph.SerializeToString(deterministic=True) == before, "the pass changed its input"
     Graph(split_graph.graph).topological()
     infer_shapes(split_graph.graph, {}, {})
@@ -199,13 +199,13 @@ class Net:
 
     def check(self, splits: Mapping[str, Split]) -> None:
         """Splits give the same results, and the same graph as in the cost graph."""
-        split_graph = split_operators(self.graph, splits, self.shapes, self.fetched)
+        split_graph = GraphSplitting(self.graph, splits, self.shapes).result(self.fetched)
         refs = [split_graph.joined.get(ref, ref) for ref in self.fetched]
         for expected, value in zip(self.results, self.run(split_graph.graph, refs), strict=True):
             tolerance = 1e-10 if expected.dtype == np.float64 else 1e-4
             assert value.shape == expected.shape
             np.testing.assert_allclose(value, expected, rtol=tolerance, atol=tolerance)
-        own = split_operators(self.graph, splits, self.shapes)
+        own = GraphSplitting(self.graph, splits, self.shapes).result()
         rebuilt = build_op_graph(own.graph, TOPOLOGY, OperatorCosts.p100(), infer_shapes(own.graph, {}, {}))
         applied = apply_splits(self.operators, splits)
         assert (applied.edges[:, 0] < applied.edges[:, 1]).all()

@@ -14,12 +14,13 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
+from graph_passes.analysis.operator_traits import NUMERIC
 from graph_passes.analysis.split_rules import FIRST, Split, SplitRule, chosen_rule, split_rules
-from graph_passes.analysis.split_table import ELEMENTWISE, OPERATORS
+from graph_passes.analysis.split_signatures import OPERATORS
 from graph_passes.ir.graph import Graph, GraphDef, Ref, make_node
 from graph_passes.ir.static_shapes import infer_shapes
 from graph_passes.ir.tensorflow_bridge import constant_value, is_stateful, output_dtypes
-from graph_passes.passes.split_operators import split_operators
+from graph_passes.passes.split_operators import GraphSplitting
 
 
 class Case(NamedTuple):
@@ -85,7 +86,7 @@ def assert_same(definition: GraphDef, splits: Sequence[dict[str, Split]], refs: 
         tf.graph_util.import_graph_def(definition, name="whole")
         fetches = [[f"whole/{ref.node}:{ref.output}" for ref in refs]]
         for number, split in enumerate(splits):
-            made = split_operators(definition, split, shapes, refs)
+            made = GraphSplitting(definition, split, shapes).result(refs)
             tf.graph_util.import_graph_def(made.graph, name=f"split{number}")
             joined = [made.joined.get(ref, ref) for ref in refs]
             fetches.append([f"split{number}/{ref.node}:{ref.output}" for ref in joined])
@@ -270,7 +271,7 @@ def test_parts_give_what_the_whole_gives(case: Case) -> None:
 def test_every_operator_is_tried_and_none_is_stateful() -> None:
     older = {"BatchMatMul", "Gather", *(f"FusedBatchNorm{kind}" for kind in ("", "V2", "Grad", "GradV2"))}
     same = {"ConjugateTranspose", "Min", "Prod", "All", "Any", "ArgMin"}
-    assert OPERATORS.keys() - {case.op for case in CASES} - older - same <= set(ELEMENTWISE)
+    assert OPERATORS.keys() - {case.op for case in CASES} - older - same <= NUMERIC
     for op in OPERATORS:
         assert op_def_registry.get(op) is not None, op
         assert not is_stateful(op), op
@@ -281,7 +282,7 @@ def test_elementwise_operators_are_elementwise() -> None:
     generator = np.random.default_rng(0)
     splits, names = {}, []
     with tf.Graph().as_default() as graph:
-        for op in ELEMENTWISE:
+        for op in sorted(NUMERIC):
             definition = op_def_registry.get(op)
             integer = op.startswith(("Bitwise", "Truncate"))
             dtype = tf.bool if op.startswith("Logical") else tf.int32 if integer else tf.float32

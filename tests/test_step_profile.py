@@ -54,7 +54,7 @@ def test_nothing_has_changed_afterwards() -> None:
     assert len(profile.step.tasks) == 12
     for own, other in zip(before, state(pipelined), strict=True):
         np.testing.assert_array_equal(own, other)
-    assert pipelined._runtime.steps == 2
+    assert pipelined._runtime.elastic.steps == 2
 
 
 def test_a_model_that_is_on_devices_only_must_be_trained_or_synced() -> None:
@@ -65,7 +65,9 @@ def test_a_model_that_is_on_devices_only_must_be_trained_or_synced() -> None:
     with pytest.raises(dapple.DappleError, match="call sync\\(\\) first if they fit, or give train=True"):
         pipelined.profile_step(x, y)
     assert pipelined.profile_step(x, y, train=True).measured.samples == 7
-    assert pipelined._runtime.steps == 6, "two to warm up, one before, one to prepare tracing, one traced, one after"
+    assert pipelined._runtime.elastic.steps == 6, (
+        "two to warm up, one before, one to prepare tracing, one traced, one after"
+    )
     with pytest.raises(ValueError, match="warm_up is -1"):
         pipelined.profile_step(x, y, warm_up=-1)
 

@@ -42,8 +42,7 @@ from dapple_tf.network.certificates import AUTHORITY_KEY, Authority
 from dapple_tf.network.control import PROTOCOL, Channel, ControlError, Hello, split_address
 from dapple_tf.network.inquiry import reachable
 from dapple_tf.network.keys import AUTHORITY, CERTIFICATE, KEY, Keys, tls_directory
-from dapple_tf.network.relay import LOOPBACK, Relay, _End, _user_at_the_other_end, carry
-from dapple_tf.network.tunnels import Tunnels
+from dapple_tf.network.tunnels import LOOPBACK, Relay, Tunnels, _End, _user_at_the_other_end, carry
 from dapple_tf.tools import keys as tool
 from dapple_tf.tools.hosts import Hosts, LocalWorkers, Namespace, environment, free_ports, join
 
@@ -362,7 +361,7 @@ def test_tunnels_lead_to_the_certificate_that_is_known(
 
 CLOSING = """
 import pathlib, socket, subprocess, sys
-from dapple_tf.network import relay
+from dapple_tf.network import tunnels
 from dapple_tf.network.keys import Keys
 
 def ip(*words):
@@ -371,13 +370,13 @@ def ip(*words):
 ip("link", "set", "lo", "up")
 ip("rule", "add", "priority", "200", "lookup", "local")
 ip("rule", "del", "priority", "0")
-relay.LEAST_SILENCE = 2.0
+tunnels.LEAST_SILENCE = 2.0
 keys = Keys(sys.argv[1])
-server, listener = socket.create_server((relay.LOOPBACK, 0)), socket.create_server(("127.0.0.1", 0))
+server, listener = socket.create_server((tunnels.LOOPBACK, 0)), socket.create_server(("127.0.0.1", 0))
 port = listener.getsockname()[1]
-relay.Relay(keys, [listener], server.getsockname()[1], [keys.fingerprint], [])
-own = relay.Relay(keys, [], 0, [], [relay._End(f"127.0.0.1:{port}", keys.fingerprint)])
-client = socket.create_connection((relay.LOOPBACK, own.ports[0]))
+tunnels.Relay(keys, [listener], server.getsockname()[1], [keys.fingerprint], [])
+own = tunnels.Relay(keys, [], 0, [], [tunnels._End(f"127.0.0.1:{port}", keys.fingerprint)])
+client = socket.create_connection((tunnels.LOOPBACK, own.ports[0]))
 client.sendall(b"question")
 accepted, _ = server.accept()
 assert accepted.recv(100) == b"question"
@@ -430,7 +429,7 @@ def test_clients_of_a_worker_with_tls(
             before = {*children(os.getpid())}
             with connected(cluster):
                 (tunnels,) = {*children(os.getpid())} - before
-                assert "relay" in pathlib.Path(f"/proc/{tunnels}/cmdline").read_text()
+                assert "network.tunnels" in pathlib.Path(f"/proc/{tunnels}/cmdline").read_text()
 
 
 # ---- dapple-keys

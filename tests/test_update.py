@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import pytest
 from program_text import read_program
 from programs import (
-    HOST,
     apply,
     chain,
     connected,
@@ -21,6 +21,7 @@ from programs import (
     show_changes,
     staged,
     stateful_layers,
+    step_of,
     two_stages,
     updated,
 )
@@ -58,7 +59,7 @@ def chunks(k: int = 0) -> Program:
 
 
 def update(program: Program, bucket_bytes: int = 1 << 20, **options: Any) -> Update:
-    return Update(sgd_updates(program), owners(program), HOST, bucket_bytes, **options)
+    return Update(sgd_updates(program), bucket_bytes, **options)
 
 
 def flushed(program: Program) -> str:
@@ -69,8 +70,8 @@ def flushed(program: Program) -> str:
 def keeping() -> str:
     """A stage keeps a variable to whose gradient another one contributes."""
     program = ordered(staged(stateful_layers(), "a"), layout([1, 1], 4))
-    kept = {**owners(program), "average": (0, 1)}
-    after = apply(program, Update(sgd_updates(program), kept, HOST, 1 << 20))
+    step = dataclasses.replace(step_of(program), owners={**owners(program), "average": (0, 1)})
+    after = apply(program.replace(step=step), update(program))
     packs = [f for f in after.graph.library.function if "pack" in f.signature.name]
     return "\n".join(map(function_text, packs))
 

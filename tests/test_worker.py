@@ -21,10 +21,9 @@ from workers import PATIENCE, STARTS, children, client, expect, has_ended, quest
 from dapple_tf import worker as worker_module
 from dapple_tf.clusters.serving import Lease, Machine, attend
 from dapple_tf.describe.cluster import ClusterError
-from dapple_tf.describe.hardware import cpu_kind
-from dapple_tf.describe.machine_report import MachineReport, report
+from dapple_tf.describe.machine_report import MachineReport, cpu_kind, report
 from dapple_tf.network.control import Channel, ControlError, Hello, split_address
-from dapple_tf.network.versions import own_versions
+from dapple_tf.network.inquiry import own_versions
 from dapple_tf.tools.hosts import LocalWorkers, free_ports
 from dapple_tf.worker import Worker, own_address
 

@@ -18,7 +18,7 @@ import pytest
 
 from dapple_tf.network.certificates import Authority
 from dapple_tf.network.control import PROTOCOL, Channel
-from dapple_tf.network.versions import own_versions
+from dapple_tf.network.inquiry import own_versions
 from dapple_tf.network.worker_process import worker_command
 from dapple_tf.tools.hosts import LocalWorkers, end, environment, launch
 

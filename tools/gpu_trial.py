@@ -29,7 +29,7 @@ from absl import flags
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 
 import dapple_tf as dapple
-from dapple_tf.clusters import session_graph
+from dapple_tf.clusters import session
 from dapple_tf.models.gpt import gpt
 from dapple_tf.models.resnet import resnet
 from dapple_tf.tools import command
@@ -210,7 +210,7 @@ def recurrent(sizes: Sizes, cluster: dapple.Cluster) -> Iterator[Row]:
 
 def layouts(sizes: Sizes, cluster: dapple.Cluster) -> Iterator[Row]:
     """Steps of a ResNet with and without Grappler's layout optimizer, which transposes at functions' edges."""
-    before = session_graph.calls_config
+    before = session.calls_config
 
     def without(optimized: bool) -> bytes:
         config = config_pb2.ConfigProto.FromString(before(optimized))
@@ -218,7 +218,7 @@ def layouts(sizes: Sizes, cluster: dapple.Cluster) -> Iterator[Row]:
         return config.SerializeToString(deterministic=True)
 
     for on, own in ((True, before), (False, without)):
-        with mock.patch.object(session_graph, "calls_config", own):
+        with mock.patch.object(session, "calls_config", own):
             made = a_resnet(sizes)
             milliseconds = _step_ms(_pipeline(made, cluster, jit_compile=False), made, sizes.steps)
         yield {"layout optimizer": on, "two stages ms": milliseconds}

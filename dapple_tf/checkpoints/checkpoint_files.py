@@ -28,9 +28,7 @@ from collections.abc import Iterable
 
 import tensorflow as tf
 
-from dapple_tf.checkpoints.bundle_index import BundleIndexError, read_index
 from dapple_tf.checkpoints.checkpoint_manifest import (
-    DATA,
     MOST_BYTES,
     CheckpointError,
     Entry,
@@ -38,6 +36,7 @@ from dapple_tf.checkpoints.checkpoint_manifest import (
     Shard,
     UnreadableCheckpointError,
 )
+from dapple_tf.errors import reason
 
 logger = logging.getLogger(__name__)
 
@@ -218,16 +217,10 @@ def check_bundle(path: pathlib.Path, name: str, shard: Shard, entries: Iterable[
     if size != shard.data_bytes:
         raise CheckpointError(f"{data} is damaged: it has {size:,} bytes, the manifest says {shard.data_bytes:,}")
     try:
-        stored = read_index(content)
-    except BundleIndexError as error:
-        raise CheckpointError(f"{index} is damaged: {error}") from error
-    for key, tensor in stored.items():
-        if tensor.offset + tensor.size > size:
-            raise CheckpointError(f"{index} is damaged: {key} is beyond the end of {data.name}")
-        if name == DATA and (len(tensor.shape) != 1 or tensor.shape[0] > tensor.size):
-            raise CheckpointError(f"{index} is damaged: {key} isn't a dataset's position")
+        reader = tf.train.load_checkpoint(str(path / name))
+    except (tf.errors.OpError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{index} is damaged: {reason(error)}") from error
+    shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
     for entry in entries:
-        held = stored.get(entry.key)
-        wanted = (tf.dtypes.as_dtype(entry.dtype).as_datatype_enum, entry.shape, entry.size)
-        if held is None or (held.dtype, held.shape, held.size) != wanted:
+        if entry.key not in shapes or (dtypes[entry.key].name, tuple(shapes[entry.key])) != (entry.dtype, entry.shape):
             raise CheckpointError(f"{index} doesn't hold {entry.key} as {entry.dtype} {entry.shape}")

@@ -4,7 +4,8 @@
          └────────────── leases: pings and answers ──────┴───────────────────────────────────────────────┘
 
 This process has its own TensorFlow server, whose master runs the steps: batches go from here straight to
-the devices that need them, and no worker is more important than another.
+the devices that need them, and no worker is more important than another. TensorFlow can't stop a server, so each is
+made once, and used again as long as the workers' servers have the same addresses.
 """
 
 from __future__ import annotations
@@ -12,25 +13,28 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from dapple_tf.clusters.client_server import client_server
 from dapple_tf.clusters.clocks import ClockSample
 from dapple_tf.clusters.lease import Lease
-from dapple_tf.clusters.open_ports import check_ports
 from dapple_tf.clusters.remote_session import Call, RemoteSession, wait_for_former_calls
 from dapple_tf.clusters.serving import LONGEST_SILENCE
+from dapple_tf.clusters.tensorflow_server import ServerSettings, Started, free_port, start_server
 from dapple_tf.describe.cluster import Cluster, ClusterError
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.errors import PortTakenError, UnusableWorkersError, WorkerLostError, reason
 from dapple_tf.network.control import ControlError, SilentError, join_address, split_address
 from dapple_tf.network.inquiry import accepted, client_name, devices, for_each, garbled, hello, lease_secret
-from dapple_tf.network.relay import LEAST_SILENCE
+from dapple_tf.network.keys import Keys
+from dapple_tf.network.knocking import check_ports
+from dapple_tf.network.listening import check_private
+from dapple_tf.network.tunnels import LEAST_SILENCE
 
 logger = logging.getLogger(__name__)
 
@@ -168,12 +172,7 @@ class Connection:
         def start(index: int) -> None:
             lease = leases[index]
             cluster = {"client": [join_address(lease.host, client.port)], "worker": servers}
-            order = {
-                "cluster": cluster,
-                "task": index,
-                "leader": 0,
-                "silence": silence,
-            }
+            order = {"cluster": cluster, "task": index, "leader": 0, "silence": silence}
             if self._keys is not None:
                 order["fingerprints"] = fingerprints
             try:
@@ -197,12 +196,14 @@ class Connection:
                 client.tunnels.close()
             raise
         self._clients = [join_address(lease.host, client.port) for lease in leases]
-        ends = servers if client.tunnels is None else client.tunnels.cluster["worker"]
-        self._servers = dict(zip(servers, ends, strict=True))
+        self._servers = dict(zip(servers, client.cluster["worker"], strict=True))
         return client.target
 
     def _check_ports(self) -> None:
-        check_ports(self.addresses, self._ask_all, self._servers, self._clients, self.notice_seconds)
+        def knock(seconds: float) -> Mapping[int, Mapping[str, Any]]:
+            return self._ask_all(lambda lease: lease.knock(seconds, self.notice_seconds))
+
+        check_ports(self.addresses, knock, self._servers, self._clients, self.notice_seconds)
 
     def _greet(self) -> None:
         """Runs something on every worker.
@@ -418,3 +419,66 @@ def _counted(kinds: Mapping[str, int]) -> str:
     """Returns "1 CPU and 2 GPU devices", say."""
     text = " and ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     return f"{text} device{'s' * (sum(kinds.values()) > 1)}"
+
+
+# ---- this process's servers
+
+
+_servers: dict[tuple[tuple[str, ...], ...], Started] = {}
+
+
+def client_server(
+    workers: tuple[str, ...],
+    hosts: tuple[str, ...],
+    keys: Keys | None,
+    fingerprints: tuple[str, ...],
+    silence: float,
+) -> Started:
+    """Returns this process's server for a cluster; made once, as TensorFlow can't stop a server.
+
+    Args:
+        workers: address of each worker's server.
+        hosts: this process's addresses, as workers see them.
+        keys: this machine's, for TLS.
+        fingerprints: those of the workers' certificates.
+        silence: seconds for which a tunnel's link may be down.
+    """
+    key = workers, hosts, fingerprints, () if keys is None else (keys.fingerprint, str(silence))
+    server = _servers.get(key)
+    if server is not None and (server.tunnels is None or server.tunnels.alive):
+        if server.tunnels is not None:
+            server.tunnels.drop()
+        return server
+    for host in hosts if keys is None else ():
+        try:
+            check_private(host, allow_public=bool(os.environ.get("DAPPLE_TF_ALLOW_PUBLIC")), all_interfaces=False)
+        except ClusterError as error:
+            raise ClusterError(
+                f"this process reaches the workers from {host}, where it would have to listen; use a private "
+                f"network or TLS, or set DAPPLE_TF_ALLOW_PUBLIC=1 if a firewall keeps others out ({error})"
+            ) from error
+    taken = {split_address(worker)[1] for worker in workers}  # Workers on this machine listen there in a moment.
+    while (port := free_port(hosts[0])) in taken:
+        pass
+    cluster = {"client": [join_address(hosts[0], port)], "worker": list(workers)}
+    prints = {"client": [""], "worker": fingerprints}
+    server = start_server(cluster, ("client", 0), ServerSettings(), hosts, port, keys, prints, silence=silence)
+    _servers[key] = server
+    return server
+
+
+def any_started() -> bool:
+    """Whether this process has a TensorFlow server."""
+    return bool(_servers)
+
+
+def forget() -> None:
+    """Leaves all servers and tunnels to the process that this one was forked from."""
+    _servers.clear()
+
+
+def close_tunnels() -> None:
+    """Ends what carries the servers' connections, at the end of the process."""
+    for server in _servers.values():
+        if server.tunnels is not None:
+            server.tunnels.close()

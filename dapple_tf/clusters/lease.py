@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dapple_tf.clusters.clocks import ClockSample
-from dapple_tf.clusters.process_exit import ProcessExit
+from dapple_tf.clusters.serving import ProcessExit
 from dapple_tf.network.control import PROTOCOL, Channel, ControlError, SilentError
 from dapple_tf.network.inquiry import lease_secret
 from dapple_tf.network.keys import Keys

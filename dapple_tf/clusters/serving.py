@@ -1,4 +1,4 @@
-"""What a worker does for a client: lends it the devices, serves, and answers pings."""
+"""What a worker does for a client: lends it the devices, serves, answers pings, and tells how its process ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import mmap
 import os
 import re
 import signal
-import socket
 import struct
 import sys
 import tempfile
@@ -19,23 +18,19 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, Self, TypeVar
 
 from absl import logging
 
-from dapple_tf.clusters.process_exit import ProcessExit
-from dapple_tf.clusters.server_definition import ServerSettings, serialized
-from dapple_tf.clusters.tensorflow_library import LibraryError, Server, load
+from dapple_tf.clusters.tensorflow_server import ServerSettings, free_port, load, start_server
+from dapple_tf.common.units import bytes_text
 from dapple_tf.describe.cluster import ClusterError, check_addresses
-from dapple_tf.describe.hardware import cpu_kind
-from dapple_tf.describe.machine_report import MachineReport
+from dapple_tf.describe.machine_report import MachineReport, cpu_kind
 from dapple_tf.errors import PortTakenError
-from dapple_tf.network.control import PROTOCOL, Channel, ControlError, split_address
+from dapple_tf.network.control import PROTOCOL, Channel, ControlError
 from dapple_tf.network.keys import Keys
 from dapple_tf.network.knocking import unreachable
-from dapple_tf.network.listening import Address, confine, keep_closed, resolve
-from dapple_tf.network.relay import LOOPBACK
-from dapple_tf.network.tunnels import Tunnels
 from dapple_tf.version import VERSION
 
 _T = TypeVar("_T")
@@ -54,10 +49,68 @@ _RECORDS = 8
 """Number of clients that a worker remembers, to tell them how their processes ended."""
 _STRANGER = "another client"
 """Text in place of a client's name, for others without its secret."""
-_DIRECTLY = "no_grpc_proxy"
-"""Environment variable with the hosts that gRPC reaches without a proxy, in place of ``no_proxy``."""
 _FLOCK = "@hhqqi0q"
 """The kernel's struct flock: type, whence, start, length and process."""
+_COUNTS = Path("/proc/vmstat")
+
+
+class ProcessExit(NamedTuple):
+    """The end of a process.
+
+    Attributes:
+        text: how it ended.
+        out_of_memory: whether the kernel killed it for lack of memory, as far as can be known.
+    """
+
+    text: str
+    out_of_memory: bool = False
+
+    @classmethod
+    def of(cls, status: int, largest_bytes: int, kills: int) -> Self:
+        """Describes a process that has ended.
+
+        Args:
+            status: as `os.wait4` gives it.
+            largest_bytes: the most memory that it had.
+            kills: number of processes that the kernel killed for lack of memory meanwhile.
+        """
+        code = os.waitstatus_to_exitcode(status)
+        if code >= 0:
+            return cls(f"its process ended with code {code}")
+        name = _signal_name(-code)
+        if -code != signal.SIGKILL or not kills:
+            return cls(f"its process was ended by {name}")
+        return cls(
+            f"its process was ended by {name} when the kernel killed {kills} for lack of memory; it had up to "
+            f"{bytes_text(largest_bytes)}",
+            out_of_memory=True,
+        )
+
+    @classmethod
+    def parsed(cls, answer: Mapping[str, Any]) -> Self | None:
+        """Returns the end in a worker's answer; None if there is none."""
+        text, out_of_memory = answer.get("ended"), answer.get("out_of_memory")
+        return cls(text, out_of_memory) if isinstance(text, str) and isinstance(out_of_memory, bool) else None
+
+    def message(self) -> dict[str, Any]:
+        """Returns a worker's answer, the inverse of `parsed`."""
+        return {"ended": self.text, "out_of_memory": self.out_of_memory}
+
+
+def _signal_name(number: int) -> str:
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
+
+
+def memory_kills() -> int:
+    """Returns the number of processes that this machine's kernel has killed for lack of memory; 0 if it doesn't say."""
+    with contextlib.suppress(OSError):
+        for line in _COUNTS.read_text(encoding="ascii").splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return 0
 
 
 class Holder(NamedTuple):
@@ -293,14 +346,6 @@ def _take(lease: Lease, client: str, secret: str) -> None:
         time.sleep(0.01)
 
 
-def free_port(host: str) -> int:
-    """Returns a TCP port that is free now, at an address or name of this machine."""
-    own = resolve(host)[0]
-    with socket.socket(socket.AF_INET6 if own.version == 6 else socket.AF_INET) as trial:
-        trial.bind((str(own), 0))
-        return int(trial.getsockname()[1])
-
-
 def _start(
     order: Mapping[str, Any], inventory: list[dict[str, Any]], machine: Machine, port: int, client: str
 ) -> tuple[float, dict[str, str]]:
@@ -333,32 +378,20 @@ def _start(
         raise _RefusedError(f"'silence' is {silence} s; it must be from 1 s to a day")
     kinds = [device["kind"] for device in inventory]
     settings = ServerSettings.of_worker(kinds.count("CPU"), kinds.count("GPU"), leader)
+    fingerprints = None
+    if machine.keys is not None:
+        fingerprints = {"client": [client], "worker": _fingerprints(order, workers)}
+        if set(cluster) - set(fingerprints) or len(cluster.get("client", ())) > 1:
+            raise _RefusedError(f"the cluster has the jobs {list(cluster)}; it must have workers and one client")
+    place = [machine.host], port, machine.keys, fingerprints
+    everywhere = machine.all_interfaces
     try:
-        view = cluster
-        if machine.keys is None:
-            addresses = None if machine.all_interfaces else resolve(machine.host)
-            start_server(cluster, "worker", task, settings, port, addresses)
-        else:
-            fingerprints = {"client": [client], "worker": _fingerprints(order, workers)}
-            if set(cluster) - set(fingerprints) or len(cluster.get("client", ())) > 1:
-                raise _RefusedError(f"the cluster has the jobs {list(cluster)}; it must have workers and one client")
-            tunnels = Tunnels(
-                machine.keys,
-                [machine.host],
-                port,
-                cluster,
-                fingerprints,
-                ("worker", task),
-                all_interfaces=machine.all_interfaces,
-                silence=silence,
-            )
-            start_server(tunnels.cluster, "worker", task, settings, tunnels.server_port, resolve(LOOPBACK))
-            view = tunnels.cluster
+        server = start_server(cluster, ("worker", task), settings, *place, all_interfaces=everywhere, silence=silence)
     except PortTakenError:
         raise
     except ClusterError as error:
         raise _RefusedError(str(error)) from error
-    pairs = [pair for job, addresses in cluster.items() for pair in zip(addresses, view[job], strict=True)]
+    pairs = [pair for job, addresses in cluster.items() for pair in zip(addresses, server.cluster[job], strict=True)]
     return silence, {address: reached for address, reached in pairs if address != workers[task]}
 
 
@@ -369,39 +402,6 @@ def _fingerprints(order: Mapping[str, Any], workers: Sequence[str]) -> list[str]
             f"'fingerprints' is {fingerprints!r}; it must have a text for each of the workers {workers}"
         )
     return fingerprints
-
-
-def start_server(
-    cluster: Mapping[str, Sequence[str]],
-    job: str,
-    task: int,
-    settings: ServerSettings,
-    port: int,
-    addresses: Sequence[Address] | None,
-) -> Server:
-    """Starts a TensorFlow server that can be reached only at these addresses; None is all of the machine's.
-
-    Raises:
-        PortTakenError: the port is taken.
-        ClusterError: the server can't be confined to these addresses.
-    """
-    _go_past_proxies(cluster)
-    try:
-        with contextlib.nullcontext() if addresses is None else keep_closed(port):
-            server = Server(serialized(cluster, job, task, settings))
-            if addresses is not None:
-                confine(port, addresses)
-        server.start()
-    except LibraryError as error:
-        raise PortTakenError(f"no server can be started on port {port}: is it taken? ({error})") from error
-    return server
-
-
-def _go_past_proxies(cluster: Mapping[str, Sequence[str]]) -> None:
-    """Has TensorFlow's gRPC in this process reach a cluster's servers without the proxy that the environment names."""
-    former = os.environ.get(_DIRECTLY, os.environ.get("no_proxy", "")).split(",")
-    hosts = [split_address(address)[0] for addresses in cluster.values() for address in addresses]
-    os.environ[_DIRECTLY] = ",".join(dict.fromkeys(filter(None, [*former, "localhost", *hosts])))
 
 
 def _answer(channel: Channel, silence: float, others: Mapping[str, str]) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from dapple_tf.clusters.client_server import any_started, close_tunnels, forget
-from dapple_tf.clusters.connection import Connection
+from dapple_tf.clusters.connection import Connection, any_started, close_tunnels, forget
 from dapple_tf.clusters.remote_session import RemoteSession, wait_for_all_calls
 from dapple_tf.clusters.session import session_config
 from dapple_tf.common.units import counted

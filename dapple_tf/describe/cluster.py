@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 from dapple_tf.common.data_files import JsonFile, clip
 from dapple_tf.common.text_table import ranges
 from dapple_tf.common.units import counted, link_text
-from dapple_tf.describe.cluster_description import parse, to_text
 from dapple_tf.describe.devices import (
     LINKS,
     REDUCTION,
@@ -22,11 +21,12 @@ from dapple_tf.describe.devices import (
     Server,
     check_addresses,
     check_link,
+    parse,
+    to_text,
     worker_number,
 )
 from dapple_tf.describe.faults import FaultPolicy
-from dapple_tf.describe.hardware import clean, cpu_kind, gpu_kinds
-from dapple_tf.describe.machine_report import hide_gpus, local_gpus
+from dapple_tf.describe.machine_report import clean, cpu_kind, gpu_kinds, hide_gpus, local_gpus
 from dapple_tf.errors import ClusterError
 from dapple_tf.network.inquiry import inventory
 from dapple_tf.network.keys import Keys, tls_directory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dapple_tf.common.data_files import short
@@ -37,6 +38,16 @@ class Cost:
     def at(self, samples: float) -> float:
         """Returns the cost of a slice of ``samples`` samples."""
         return self.fixed + self.per_sample * samples
+
+    @classmethod
+    def through(cls, samples: Sequence[int], values: Sequence[float]) -> Cost:
+        """Returns the cost through two exact points; if a part would be negative, the least cost that covers both."""
+        (few, many), (less, more) = samples, values
+        rate = (more - less) / (many - few)
+        fixed = less - rate * few
+        if rate < 0:
+            return cls(float(less), 0.0)
+        return cls(0.0, more / many) if fixed < 0 else cls(float(fixed), float(rate))
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(self.fixed + other.fixed, self.per_sample + other.per_sample)

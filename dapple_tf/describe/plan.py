@@ -17,8 +17,7 @@ from dapple_tf.common.data_files import Decoder, JsonFile, clip, parse_object, r
 from dapple_tf.common.text_table import table
 from dapple_tf.common.units import counted
 from dapple_tf.describe.plan_checks import check_batches, check_options, check_stages
-from dapple_tf.describe.plan_report import PlanReport, parse_report
-from dapple_tf.describe.plan_text import header, remarks, rows
+from dapple_tf.describe.plan_report import PlanReport, header, parse_report, remarks, rows
 from dapple_tf.describe.plan_values import (
     ALL_REDUCE,
     RECOMPUTE_MODES,

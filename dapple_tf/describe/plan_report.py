@@ -1,12 +1,19 @@
-"""The planner's report on a plan that it made."""
+"""Plans as text, and the planner's report on a plan that it made."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dapple_tf.common.data_files import TEXTS, Decoder, Scalar
-from dapple_tf.common.units import counted, ms_text
+from dapple_tf.common.text_table import ranges
+from dapple_tf.common.units import counted, gib, ms_text
+from graph_passes.ir.batching import Interval, split_evenly
+
+if TYPE_CHECKING:
+    from dapple_tf.describe.plan import Plan
 
 LARGEST = 2**63
 """Bound of the numbers in a plan, which are all smaller."""
@@ -39,7 +46,6 @@ class PlanReport:
 
     Attributes:
         latency: time of the plan.
-        formula_latency: L of formula 2 (DAPPLE, section 4.1), which the search minimised.
         speedup: over one device with its best number of micro-batches.
         data_parallel: time of the best data parallelism on all devices; None if that isn't possible.
         data_parallel_note: why it isn't possible.
@@ -60,7 +66,6 @@ class PlanReport:
     """
 
     latency: float
-    formula_latency: float
     speedup: float
     data_parallel: float | None
     data_parallel_note: str
@@ -125,11 +130,78 @@ def parse_report(data: object) -> PlanReport:
         ValueError: the data isn't a report.
     """
     decoder = Decoder(ValueError, {**TEXTS, int: _NUMBER, float: _NUMBER})
-    if isinstance(data, dict):  # Earlier versions assumed these.
-        assumed = [key for key, kind in (("overlap", bool), ("all_reduce", str)) if isinstance(data.get(key), kind)]
+    if isinstance(data, dict):  # Earlier versions had these.
+        gone = (("overlap", bool), ("all_reduce", str), ("formula_latency", int | float))
+        assumed = [key for key, kind in gone if isinstance(data.get(key), kind)]
         data = {key: value for key, value in data.items() if key not in assumed}
     try:
         report: PlanReport = decoder.read(PlanReport, data, "report")
     except ValueError as error:
         raise ValueError(f"{error}; or remove 'report' from the file") from error
     return report
+
+
+# ---- a plan as text: its settings, a row for each stage, and what else it decides
+
+
+def header(plan: Plan) -> str:
+    """Returns the plan's settings in a line."""
+    sizes = Counter(split_evenly(plan.global_batch_size, plan.micro_batches))
+    batches = " + ".join(f"{count} x {size}" for size, count in sizes.items())
+    return (
+        f"Plan: global batch {plan.global_batch_size}, {plan.micro_batches} "
+        f"micro-batch{'es' if plan.micro_batches > 1 else ''} ({batches} samples), schedule {plan.schedule}, "
+        f"recompute {recompute_text(plan)}, jit {'on' if plan.compiled else 'off'}"
+        f"{', operators placed one by one' if plan.places_operators else ''}"
+    )
+
+
+def recompute_text(plan: Plan) -> str:
+    """Returns what backwards recompute: ``boundary``, or ``boundary (stages 0-2), none (stage 3)``."""
+    stages: dict[str, list[int]] = {}
+    for number, stage in enumerate(plan.stages):
+        stages.setdefault(stage.recompute, []).append(number)
+    if len(stages) == 1:
+        return plan.stages[0].recompute
+    return ", ".join(f"{mode} (stage{'s' * (len(own) > 1)} {ranges(own)})" for mode, own in stages.items())
+
+
+def rows(plan: Plan) -> list[list[str]]:
+    """Returns a header and a row for each stage."""
+    sizes = Counter(split_evenly(plan.global_batch_size, plan.micro_batches))
+    titles = ["stage", "up to layer", "devices", "replicas", "slice sizes", "warm-up K"]
+    report = plan.report
+    lines = [titles if report is None else [*titles, "layers", "share of time", "bubble", "memory"]]
+    for stage, (devices, warm_up) in enumerate(zip(plan.devices, plan.warm_up_counts(), strict=True)):
+        layer = plan.cuts[stage] if stage < len(plan.cuts) else "(last)"
+        slices = " | ".join(_runs(tuple(part.size for part in plan.slices(stage, Interval(0, size)))) for size in sizes)
+        groups = plan.groups[stage] if plan.places_operators else [devices]
+        row = [str(stage), layer, " | ".join(map(ranges, groups)), str(len(devices)), slices, str(warm_up)]
+        if report is not None:
+            reported = report.stages[stage]
+            memory = gib(reported.memory_bytes)
+            if reported.memory_limit is not None:
+                memory += f" of {gib(reported.memory_limit)}"
+            row[5] = str(reported.warm_up)
+            row += [str(reported.layers), f"{reported.share:.1%}", f"{reported.bubble:.1%}", memory]
+        lines.append(row)
+    return lines
+
+
+def remarks(plan: Plan) -> list[str]:
+    """Returns lines about what the rows don't have, and the report."""
+    cut = [f"last backwards in pieces, cut after {', '.join(plan.backward_cuts)}"] if plan.backward_cuts else []
+    algorithms = [stage.all_reduce for stage in plan.stages]
+    if set(algorithms) != {"flat"}:
+        cut.append(f"all-reduce {', '.join(algorithms if len(set(algorithms)) > 1 else algorithms[:1])}")
+    cut += ["replicas update shards of their parameters"] if "optimizer" in plan.shards else []
+    cut += ["replicas keep and update shards of the rows of embeddings"] if "rows" in plan.shards else []
+    cut += [f"stages {ranges(plan.relays)} hand on what they read"] if plan.relays else []
+    return [*cut, *([] if plan.report is None else str(plan.report).splitlines())]
+
+
+def _runs(sizes: tuple[int, ...]) -> str:
+    """Abbreviates sizes: ``2+2+1``; for many replicas ``11x6 + 5x5``."""
+    if len(sizes) <= 4:
+        return "+".join(map(str, sizes))
+    return " + ".join(f"{count}x{size}" for size, count in Counter(sizes).items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -22,8 +22,6 @@ from dapple_tf.describe.plan_values import (
     layer_names,
     listed,
 )
-
-_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -115,27 +113,29 @@ def stages_of(
             raise PlanError(
                 f"relays has stage {relay}; with {counted(count, 'stage')} they are numbered 0 to {count - 1}"
             )
-    own_shares = _each("shares", None if shares is None else _share_lists(shares), count)
-    for stage, (own, numbers) in enumerate(zip(replicas, own_shares, strict=True)):
-        if numbers is not None and len(numbers) != len(own):
+
+    def each(what: str, values: object, example: str) -> Sequence[Any]:
+        """Returns an entry for each stage, from a list with one for each, or from a name for all."""
+        if values is None or (isinstance(values, str) and what in ("recompute", "all_reduce")):
+            return [values] * count
+        entries = listed(what, values, example)
+        if len(entries) != count:
             raise PlanError(
-                f"shares of stage {stage} are {counted(len(numbers), 'number')} for {counted(len(own), 'replica')} on "
-                f"its devices; give one for each"
+                f"{what} has {counted(len(entries), 'value')} for {counted(count, 'stage')}; give one for each"
             )
-    groups = None if operator_devices is None else _device_groups(operator_devices)
-    seconds = None if task_seconds is None else _task_times(task_seconds)
-    return tuple(
-        StagePlan(*values)
-        for values in zip(
+        return entries
+
+    return checked(
+        map(
+            StagePlan,
             [*names, None],
             replicas,
-            [None if numbers is None or len(set(numbers)) == 1 else numbers for numbers in own_shares],
-            _each("recompute", _names_of_stages("recompute", recompute, RECOMPUTE_MODES), count),
-            _each("operator_devices", groups, count),
-            _each("all_reduce", _names_of_stages("all_reduce", all_reduce, ALL_REDUCE), count),
+            each("shares", shares, "[[2, 1], [1]] with a list for each stage"),
+            each("recompute", recompute, "['none', 'boundary'] with one for each stage"),
+            each("operator_devices", operator_devices, "[[[0, 1], [2, 3]], [[4, 5]]] with a list for each stage"),
+            each("all_reduce", all_reduce, "['flat', 'hierarchical'] with one for each stage"),
             [stage in relaying for stage in range(count)],
-            _each("task_seconds", seconds, count),
-            strict=True,
+            each("task_seconds", task_seconds, "[[1, 1, 1]] with F, Bx and Bw of each stage"),
         )
     )
 
@@ -147,106 +147,71 @@ def checked(stages: object) -> tuple[StagePlan, ...]:
         PlanError: a stage isn't a `StagePlan`, has a wrong value, or lacks what others have.
     """
     given = listed("stages", stages, "[StagePlan('block_3', (0,)), StagePlan(None, (1,))]")
-    of_stages = counted(len(given), "stage")
     for number, stage in enumerate(given):
         if not isinstance(stage, StagePlan):
             raise PlanValueError(f"stage {number} is {short(stage)}; give a StagePlan, or use Plan.manual")
         if (stage.cut is None) != (number == len(given) - 1):
             raise PlanError(
-                f"stage {number} of {of_stages} has cut {stage.cut!r}; name one for each, None for the last"
+                f"stage {number} of {counted(len(given), 'stage')} has cut {stage.cut!r}; name one for each, None for "
+                f"the last"
             )
         for name in ("operator_devices", "task_seconds"):
             if (getattr(stage, name) is None) != (getattr(given[0], name) is None):
                 raise PlanError(f"only one of stages 0 and {number} has {name}; give them for each stage, or for none")
-    devices = device_lists([stage.devices for stage in given])
-    shares = [stage.shares or (1,) * len(own) for stage, own in zip(given, devices, strict=True)]
-    groups = [stage.operator_devices for stage in given]
-    seconds = [stage.task_seconds for stage in given]
-    return stages_of(
-        [stage.cut for stage in given[:-1]],
+    layer_names([stage.cut for stage in given[:-1]])
+    return tuple(_checked(stage, f"of stage {number}") for number, stage in enumerate(given))
+
+
+def _checked(stage: StagePlan, where: str) -> StagePlan:
+    devices = integers(f"devices {where}", stage.devices)
+    for what, name, known in (
+        ("recompute", stage.recompute, RECOMPUTE_MODES),
+        ("all_reduce", stage.all_reduce, ALL_REDUCE),
+    ):
+        if name not in known:
+            raise PlanValueError(f"unknown {what} {short(name)}; use one of {', '.join(known)}")
+    return StagePlan(
+        stage.cut,
         devices,
-        shares=shares if any(stage.shares for stage in given) else None,
-        recompute=[stage.recompute for stage in given],
-        operator_devices=None if None in groups else groups,
-        all_reduce=[stage.all_reduce for stage in given],
-        relays=[number for number, stage in enumerate(given) if stage.relays],
-        task_seconds=None if None in seconds else seconds,
+        None if stage.shares is None else _lowest_terms(stage.shares, len(devices), where),
+        stage.recompute,
+        None if stage.operator_devices is None else _groups(stage.operator_devices, where),
+        stage.all_reduce,
+        bool(stage.relays),
+        None if stage.task_seconds is None else _task_times(stage.task_seconds, where),
     )
 
 
-def _each(what: str, values: str | Sequence[_Value] | None, count: int) -> Sequence[_Value | str | None]:
-    """Returns an entry for each stage, from a list with one for each, or from one for all."""
-    if values is None or isinstance(values, str):
-        return [values] * count
-    if len(values) != count:
-        raise PlanError(f"{what} has {counted(len(values), 'value')} for {counted(count, 'stage')}; give one for each")
-    return values
+def _lowest_terms(shares: object, replicas: int, where: str) -> tuple[int, ...] | None:
+    """Returns the shares of a stage's replicas in lowest terms; None for equal ones."""
+    numbers = integers(f"shares {where}", shares)
+    if not numbers or min(numbers) < 1:
+        raise PlanValueError(
+            f"shares {where} are {short(list(numbers))}; give each replica a whole number of at least 1"
+        )
+    if len(numbers) != replicas:
+        raise PlanError(
+            f"shares {where} are {counted(len(numbers), 'number')} for {counted(replicas, 'replica')} on its devices; "
+            f"give one for each"
+        )
+    common = math.gcd(*numbers)
+    return None if len(set(numbers)) == 1 else tuple(number // common for number in numbers)
 
 
-def _device_groups(groups: object) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Returns for each stage its replicas' groups of device numbers as tuples.
-
-    A stage may be a list of numbers, too: the group of its only replica.
-
-    Raises:
-        PlanValueError: ``groups`` isn't such a list.
-    """
-    stages = []
-    example = "[[[0, 1], [2, 3]], [[4, 5]]] with a list for each stage"
-    for stage, values in enumerate(listed("operator_devices", groups, example)):
-        where = f"operator_devices of stage {stage}"
-        entries = listed(where, values, "[[0, 1], [2, 3]] with a group for each replica")
-        if not any(isinstance(entry, Iterable) and not isinstance(entry, str | Mapping) for entry in entries):
-            entries = (entries,)
-        stages.append(tuple(integers(f"{where}, group {number}", own) for number, own in enumerate(entries)))
-    return tuple(stages)
+def _groups(groups: object, where: str) -> tuple[tuple[int, ...], ...]:
+    """Returns the groups of a stage's replicas; a list of numbers is the group of its only replica."""
+    what = f"operator_devices {where}"
+    entries = listed(what, groups, "[[0, 1], [2, 3]] with a group for each replica")
+    if not any(isinstance(entry, Iterable) and not isinstance(entry, str | Mapping) for entry in entries):
+        entries = (entries,)
+    return tuple(integers(f"{what}, group {number}", own) for number, own in enumerate(entries))
 
 
-def _names_of_stages(what: str, value: object, known: tuple[str, ...]) -> str | tuple[str, ...]:
-    """Returns a name for all stages, or a list with one for each as a tuple; ``what`` names the option in errors.
-
-    Raises:
-        PlanValueError: a name isn't known.
-    """
-    single = isinstance(value, str)
-    names = (value,) if single else listed(what, value, f"['{known[0]}', '{known[1]}'] with one for each stage")
-    for name in names:
-        if name not in known:
-            raise PlanValueError(f"unknown {what} {short(name)}; use one of {', '.join(known)}")
-    return names[0] if single else names
-
-
-def _share_lists(shares: object) -> tuple[tuple[int, ...], ...]:
-    """Returns the shares of each stage's replicas as tuples, in lowest terms.
-
-    Raises:
-        PlanValueError: a stage's shares aren't whole numbers of at least 1.
-    """
-    stages = []
-    for stage, values in enumerate(listed("shares", shares, "[[2, 1], [1]] with a list for each stage")):
-        numbers = integers(f"shares of stage {stage}", values)
-        if not numbers or min(numbers) < 1:
-            raise PlanValueError(
-                f"shares of stage {stage} are {short(list(numbers))}; give each replica a whole number of at least 1"
-            )
-        common = math.gcd(*numbers)
-        stages.append(tuple(number // common for number in numbers))
-    return tuple(stages)
-
-
-def _task_times(seconds: object) -> tuple[tuple[float, float, float], ...]:
-    """Returns the times of F, Bx and Bw of each stage as tuples.
-
-    Raises:
-        PlanValueError: a stage hasn't three numbers of at least 0.
-    """
-    triples = []
-    for stage, times in enumerate(listed("task_seconds", seconds, "[[1, 1, 1]] with F, Bx and Bw of each stage")):
-        entries = listed(f"task_seconds of stage {stage}", times, "[1, 1, 1]")
-        numbers = [x for x in entries if isinstance(x, int | float | np.number) and not isinstance(x, bool)]
-        if len(entries) != 3 or len(numbers) != 3 or not all(0 <= x < LARGEST for x in numbers):
-            raise PlanValueError(
-                f"task_seconds of stage {stage} is {short(times)}; give the times of F, Bx and Bw, such as [1, 1, 1]"
-            )
-        triples.append((float(numbers[0]), float(numbers[1]), float(numbers[2])))
-    return tuple(triples)
+def _task_times(seconds: object, where: str) -> tuple[float, float, float]:
+    entries = listed(f"task_seconds {where}", seconds, "[1, 1, 1]")
+    numbers = [x for x in entries if isinstance(x, int | float | np.number) and not isinstance(x, bool)]
+    if len(entries) != 3 or len(numbers) != 3 or not all(0 <= x < LARGEST for x in numbers):
+        raise PlanValueError(
+            f"task_seconds {where} is {short(seconds)}; give the times of F, Bx and Bw, such as [1, 1, 1]"
+        )
+    return float(numbers[0]), float(numbers[1]), float(numbers[2])

@@ -12,8 +12,7 @@ import tensorflow as tf
 
 from dapple_tf.clusters.clocks import Offset, estimate
 from dapple_tf.clusters.remote_session import RemoteSession
-from dapple_tf.clusters.session import PreparedRun
-from dapple_tf.clusters.session_graph import SessionGraph
+from dapple_tf.clusters.session import PreparedRun, SessionGraph
 from dapple_tf.clusters.shared_connections import connected, open_session
 from dapple_tf.common.garbage import return_freed_memory
 from dapple_tf.describe.cluster import Cluster

@@ -36,7 +36,7 @@ from graph_passes.ir.program import Step
 from graph_passes.pass_manager import Pipeline
 
 if TYPE_CHECKING:
-    from dapple_tf.execution.recovery import Recovery
+    from dapple_tf.execution.elastic import Log
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Engine:
         model: keras.Model,
         cluster: Cluster,
         plan: Plan,
-        recovery: Recovery,
+        log: Log,
         operator_costs: OperatorCosts | None = None,
         pipeline: Pipeline | None = None,
         prepared_steps: int = PREPARED_STEPS,
@@ -72,7 +72,7 @@ class Engine:
             model: a compiled model.
             cluster: the devices.
             plan: a plan for them.
-            recovery: how long to wait for workers; what devices get is noted there.
+            log: what devices get is noted there; its policy says how long to wait for workers.
             operator_costs: costs of single operators, for a plan that places them; None estimates them.
             pipeline: the passes; None for those of this package.
             prepared_steps: number of steps that stay prepared; see `make_room`.
@@ -102,9 +102,9 @@ class Engine:
         self.timing = Preparation()
         self.builder = StepBuilder(model, cluster, plan, self.table, self.timing, operator_costs, pipeline)
         self._most_steps = prepared_steps
-        self.session = DeviceSession(cluster, recovery.policy)
+        self.session = DeviceSession(cluster, log.policy)
         self.data = WorkerData(cluster, self.session, self.builder.layout(plan.global_batch_size))
-        self.values = LiveValues(model, self.table, self.timing, lambda: self.builder.holdings, self.session, recovery)
+        self.values = LiveValues(model, self.table, self.timing, lambda: self.builder.holdings, self.session, log)
 
     def close(self) -> None:
         """Frees the devices' memory, and workers for others; a snapshot that is being written is finished first."""

@@ -235,7 +235,7 @@ class StepBuilder:
     def _flush(self, built: Build, program: Program, passes: Sequence[Pass]) -> Flush:
         """Returns the updates that a complete step carries over, which these passes have made."""
         update = next(item for item in passes if isinstance(item, Update))
-        graph, node = flush(dataclasses.replace(update, first_key=collective_keys()), program)
+        graph, node = flush(update, program, collective_keys())
         if self.placer is not None:
             graph = self.placer.place_flush(graph, node, program, self.arrangement.storage_devices, [self._timing])
         name = f"{built.prefix}flush"

@@ -42,7 +42,7 @@ from graph_passes.passes.join import Join
 from graph_passes.passes.partition import Partition, StageForm
 from graph_passes.passes.place_data import PlaceData
 from graph_passes.passes.place_operators import PlaceOperators
-from graph_passes.passes.replicate import Replicate, sum_keys
+from graph_passes.passes.replicate import Replicate
 from graph_passes.passes.schedule import OrderTasks
 from graph_passes.passes.share_values import ShareValues
 from graph_passes.passes.split_concat import SplitConcat
@@ -73,7 +73,8 @@ class StepPasses:
     @property
     def devices(self) -> tuple[tuple[str, ...], ...]:
         """Names of the devices of each stage's replicas."""
-        return self._names(self.plan.devices)
+        names = self.cluster.device_names
+        return tuple(tuple(names[device] for device in replicas) for replicas in self.plan.devices)
 
     @functools.cached_property
     def on_gpus(self) -> frozenset[int]:
@@ -94,18 +95,8 @@ class StepPasses:
     def updates(self, model: keras.Model, table: VariableTable, program: Program) -> tuple[GroupUpdate, ...]:
         """Returns the optimizer's part for each parameter group; see `group_updates`."""
         plan = self.plan
-        return group_updates(
-            model,
-            table,
-            program,
-            self.shards,
-            dense="optimizer" in plan.shards,
-            compiled=plan.compiled,
-        )
-
-    def _names(self, devices: Sequence[Sequence[int]]) -> tuple[tuple[str, ...], ...]:
-        names = self.cluster.device_names
-        return tuple(tuple(names[device] for device in replicas) for replicas in devices)
+        dense = "optimizer" in plan.shards
+        return group_updates(model, table, program, self.shards, dense=dense, compiled=plan.compiled)
 
     @property
     def slices(self) -> tuple[int, ...]:
@@ -122,18 +113,9 @@ class StepPasses:
         every = frozenset(range(len(self.devices)))
         sized = (every if mode is Mode.TRAIN else self.on_gpus) - self.plan.flat_stages
         layout = self.layout(samples)
-        sizes = [
-            {
-                interval.size
-                for micro_batch in range(len(layout.micro_batch_intervals))
-                for interval in layout.slices(stage, micro_batch)
-                if interval.size
-            }
-            for stage in range(len(self.devices))
-        ]
-        return tuple(
-            of_stage.pop() if len(of_stage) == 1 and stage in sized else None for stage, of_stage in enumerate(sizes)
-        )
+        slices = [layout.slices_with_samples(stage).values() for stage in range(len(self.devices))]
+        sizes = [{interval.size for interval in own} for own in slices]
+        return tuple(own.pop() if len(own) == 1 and stage in sized else None for stage, own in enumerate(sizes))
 
     @functools.cached_property
     def uninterrupted(self) -> frozenset[int]:
@@ -241,8 +223,7 @@ class StepPasses:
         if gradients or self.plan.accumulates():
             kept += [v for stage in stages for _, v, _ in stage.gradients]
         if gradients and (in_shards := parameters_in_shards(holdings)):
-            running = [stage for stage in program.stages if device in self.devices[stage.index]]
-            gathered = [name for stage in running for name in stage.reads if name not in stage.looked_up]
+            gathered = [name for stage in stages for name in stage.reads if name not in stage.looked_up]
             kept += [program.variables[name] for name in gathered if name in in_shards]
         return bytes_of(kept)
 
@@ -321,17 +302,13 @@ class StepPasses:
             made.append(CutBackward(plan.backward_cuts))
         made.append(SplitConcat(plan.relays))
         if updates:
-            made.append(Accumulate(built.prefix, plan.accumulates(len(layout.micro_batch_intervals))))
+            made.append(Accumulate(plan.accumulates(len(layout.micro_batch_intervals))))
         made.append(OrderTasks(schedule, cluster.device_names))
         if updates:
             own_graph = plan.places_operators or joins
             update = Update(
                 built.updates,
-                owners,
-                cluster.host_device,
                 plan.bucket_bytes,
-                first_key + sum_keys(built.program, layout),
-                built.prefix,
                 plan.wait_free,
                 want_gradients=training and (kind.apart if own_graph else not kind.carries),
                 carried=built.carried if kind.carries else (),
@@ -349,7 +326,7 @@ class StepPasses:
             area = area_of(leaf.dtype for leaf in built.spec.leaves)
             made.append(PlaceData(hosts_of(cluster), area, kind.in_parts))
         if joins and not kind.apart:
-            made.append(Join(f"{built.prefix}joined_of{kind.samples}", plan.compiled))
+            made.append(Join(plan.compiled))
         return self.pipeline.placed(made, again=again)
 
     def joins(self, built: Build, samples: int) -> bool:
@@ -367,9 +344,7 @@ class StepPasses:
 
 def _slice_bytes(stage: Stage, samples: int) -> int:
     """Returns the bytes that a stage's device keeps of a slice until its last backward task."""
-    early = stage.residual_bytes * samples + stage.fixed_residual_bytes
-    late = stage.delayed_bytes * samples + stage.fixed_delayed_bytes
-    return max(early, late)
+    return max(stage.residual_bytes.at(samples), stage.delayed_bytes.at(samples))
 
 
 PASSES: tuple[type[Pass], ...] = (

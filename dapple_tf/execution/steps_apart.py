@@ -44,7 +44,7 @@ class StepsApart:
             y: its labels.
             sample_weight: its weights.
         """
-        batch = next(Batches(self._model, [(x, y, sample_weight)], cut=self._runtime.plan.cuts_batches))
+        batch = next(Batches(self._model, [(x, y, sample_weight)], cut=self._runtime.engine.plan.cuts_batches))
         started = time.perf_counter()
         self._runtime.train(batch)
         return time.perf_counter() - started

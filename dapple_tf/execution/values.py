@@ -25,7 +25,7 @@ from graph_passes.ir.program import VariableKind
 from graph_passes.pass_manager import Timing
 
 if TYPE_CHECKING:
-    from dapple_tf.execution.recovery import Recovery
+    from dapple_tf.execution.elastic import Log
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class LiveValues:
         timing: Timing,
         holdings: Callable[[], Sequence[Holding]],
         session: UpdatingSession,
-        recovery: Recovery,
+        log: Log,
     ) -> None:
         """Starts with nothing on the devices.
 
@@ -104,9 +104,9 @@ class LiveValues:
             timing: records the seconds of loading.
             holdings: returns what devices keep.
             session: the session on the devices.
-            recovery: is notified of all that devices get from elsewhere.
+            log: is notified of all that devices get from elsewhere.
         """
-        self._model, self.table, self._timing, self._holdings, self._recovery = model, table, timing, holdings, recovery
+        self._model, self.table, self._timing, self._holdings, self._log = model, table, timing, holdings, log
         self.newest = Newest.MODEL
         self.updating = False
         self._known: Known = {}  # None: it was looked at, but only devices had a value
@@ -270,7 +270,7 @@ class LiveValues:
         self._unsure |= bool(self._known)
         values = {name: value for name, value in {**self._in_model(), **self._known}.items() if value is not None}
         self._become(Newest.EQUAL, values)
-        self._recovery.agreed(values)
+        self._log.agreed(values)
 
     def _tell(self, level: int, what: str) -> None:
         if what not in self._told:
@@ -297,12 +297,12 @@ class LiveValues:
         if self.newest is Newest.FILES:
             self.load()
         elif self.ahead:
-            self._recovery.assigned(changed)
+            self._log.assigned(changed)
             self.push(changed)
         else:
             self.push(changed)
             self._become(Newest.EQUAL, now)
-            self._recovery.agreed(now)
+            self._log.agreed(now)
 
     def push(self, values: Mapping[str, tf.Tensor]) -> None:
         """Copies values of some variables -> devices, which have values of all."""
@@ -321,7 +321,7 @@ class LiveValues:
         """Lets the next step copy model -> devices, whatever these have."""
         self.left_over = None
         self._become(Newest.MODEL)
-        self._recovery.forget()
+        self._log.forget()
 
     def drop(self) -> None:
         """Discards the devices' values, which are lost or wrong, and lets the next step copy the model's to them.
@@ -340,7 +340,7 @@ class LiveValues:
             source.onto_devices()
             if known:
                 self._become(Newest.EQUAL, known)
-                self._recovery.agreed({name: value for name, value in known.items() if value is not None})
+                self._log.agreed({name: value for name, value in known.items() if value is not None})
         elif self.newest is Newest.MODEL:
             self._load()
             self._agree()
@@ -486,7 +486,7 @@ class LiveValues:
             source.onto_devices()
         else:
             self._become(Newest.FILES, source=source)
-        self._recovery.restored(source.path)
+        self._log.restored(source.path)
 
     # ---- recovery
 
@@ -495,7 +495,7 @@ class LiveValues:
         if self.newest is Newest.FILES and self._known:
             self.load()  # The model has them.
             return
-        assigned = self._recovery.last | _changed(self._known, self._in_model(self._known))
+        assigned = self._log.last | _changed(self._known, self._in_model(self._known))
         source = self._again(path)
         if not assigned:
             self.restore(source)
@@ -507,7 +507,7 @@ class LiveValues:
 
     def recover(self) -> None:
         """Brings devices that have lost their values to the base of recovery; the model stays as it is."""
-        base, known = self._recovery.base, self._known
+        base, known = self._log.base, self._known
         assert base is not None
         if isinstance(base, Path):
             self._again(base).onto_devices()

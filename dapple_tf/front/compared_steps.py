@@ -118,7 +118,7 @@ def pipelined_steps(runtime: Runtime, batch: Batch, steps: int, *, training: boo
     """
     model = runtime.model
     while True:
-        faults = len(runtime.faults)
+        faults = len(runtime.elastic.faults)
         with restored(model):
             try:
                 for _ in range(steps):
@@ -128,7 +128,7 @@ def pipelined_steps(runtime: Runtime, batch: Batch, steps: int, *, training: boo
                 outcome = Outcome.of(model, logs=training)
             finally:
                 runtime.drop()
-        if len(runtime.faults) == faults:
+        if len(runtime.elastic.faults) == faults:
             return outcome
 
 

@@ -45,9 +45,8 @@ from dapple_tf.execution.terminal import beside_progress_bar
 from dapple_tf.front.argument_checks import check_cuts
 from dapple_tf.frontend.attachment import Hooks, Sync, attached, behind, entered
 from dapple_tf.frontend.batch import Batch, Batches, BatchSpec
-from dapple_tf.frontend.batch_sizes import BatchSizes
+from dapple_tf.frontend.batch_sizes import BatchSizes, Predicted, check_has_batches, no_batch
 from dapple_tf.frontend.capture import Mode, check_model
-from dapple_tf.frontend.empty_data import Predicted, check_has_batches, no_batch
 from dapple_tf.frontend.initialization import materialize
 from dapple_tf.frontend.metrics import in_order
 from dapple_tf.frontend.model_front import ModelFront, in_one_thread
@@ -139,19 +138,19 @@ class Training(ModelFront):
     @property
     def cluster(self) -> Cluster:
         """The devices; fewer while training continues without a worker."""
-        return self._runtime.cluster
+        return self._engine.cluster
 
     @property
     def plan(self) -> Plan:
         """The plan; another one after training continued without a worker."""
-        return self._runtime.plan
+        return self._engine.plan
 
     # ---- Keras' methods
 
     def _fit_with_checkpoints(self, checkpoint: Checkpointing, resume: bool, arguments: dict[str, Any]) -> Any:
         batch_size = arguments.pop("batch_size")
         save = functools.partial(self._runtime.save, checkpoint.directory, checkpoint.keep)
-        fit = CheckpointedFit(checkpoint, self.model, batch_size, save, lambda: self._runtime.steps)
+        fit = CheckpointedFit(checkpoint, self.model, batch_size, save, lambda: self._runtime.elastic.steps)
         self._follow()
         with self._runtime.saver.training(checkpoint.directory, self.model.name):
             source = fit.resumable() if resume else None
@@ -245,7 +244,7 @@ class Training(ModelFront):
 
     def _follow(self) -> None:
         """Makes a new engine if the model has been compiled, frozen or extended since."""
-        self._runtime.mend()
+        self._runtime.elastic.mend()
         self._runtime.values.doubt()
         if not self._changed():
             return
@@ -513,9 +512,10 @@ class Training(ModelFront):
         assert result.loss is not None
         if self._on_non_finite_loss == "stop" and not math.isfinite(result.loss):
             self._runtime.drop()
+            elastic = self._runtime.elastic
             raise NonFiniteLossError(
-                f"the loss of step {self._runtime.steps} is {result.loss}; {self._runtime.kept}. Lower the learning "
-                f"rate, clip gradients, or go on as Keras does, with transform(..., on_non_finite_loss='continue')"
+                f"the loss of step {elastic.steps} is {result.loss}; {elastic.kept}. Lower the learning rate, clip "
+                f"gradients, or go on as Keras does, with transform(..., on_non_finite_loss='continue')"
             )
         self._runtime.sync_if_due()
         return result
@@ -532,7 +532,7 @@ class Training(ModelFront):
         if traced.first:
             self._monitor.prepared(self.last_step_seconds)
             return
-        self._monitor.sampled(self._engine.measured(traced), self.plan, self._runtime.steps)
+        self._monitor.sampled(self._engine.measured(traced), self.plan, self._runtime.elastic.steps)
 
     @in_one_thread
     def _predict(self, items: Iterable[Any]) -> Any:

@@ -29,7 +29,6 @@ from dapple_tf.frontend.batch import BatchSpec, Leaf, Shape, spec_of
 from dapple_tf.frontend.captured_graph import paths_of_nodes, pruned, without_captures
 from dapple_tf.frontend.custom_gradients import custom_gradients, gradients_of_variables, write_gradients
 from dapple_tf.frontend.functional import outputs_as_declared
-from dapple_tf.frontend.functions import functions_traced
 from dapple_tf.frontend.host_part import CapturedProgram, split_host_part, tables_of
 from dapple_tf.frontend.layer_calls import LayerCalls
 from dapple_tf.frontend.losses import GlobalNormalizers
@@ -39,9 +38,8 @@ from dapple_tf.frontend.own_steps import own_losses, own_steps, predicted, run_o
 from dapple_tf.frontend.patching import replaced
 from dapple_tf.frontend.py_functions import own_gradients
 from dapple_tf.frontend.replica_sums import ReplicaSums
-from dapple_tf.frontend.step_logs import StepLogs
-from dapple_tf.frontend.trace_scope import TraceScope
-from dapple_tf.frontend.traced_logs import OptimizerReads, TracedLogs
+from dapple_tf.frontend.step_logs import OptimizerReads, StepLogs, TracedLogs
+from dapple_tf.frontend.trace_scope import TraceScope, functions_traced
 from dapple_tf.frontend.variables import VariableTable, placeholders_of
 from graph_passes.ir.graph import FLOAT_DTYPES, Graph, Ref
 from graph_passes.ir.program import Program, Roles, Slice, Variable, VariableKind
@@ -51,7 +49,7 @@ from graph_passes.passes.scale_losses import scale_losses
 # 2^32 / golden ratio: consecutive slice numbers give seeds far apart.
 _SEED_STRIDE = 2654435769
 _SOME_SAMPLES = 12  # which many numbers divide
-_REFUSED = (tf.errors.OperatorNotAllowedInGraphError, TypeError, ValueError, RuntimeError, KeyError)
+_REFUSED = (AttributeError, KeyError, RuntimeError, TypeError, ValueError, tf.errors.OperatorNotAllowedInGraphError)
 """What TensorFlow and Keras raise for models that can't be traced."""
 
 
@@ -145,7 +143,7 @@ def build(model: keras.Model, table: VariableTable, spec: BatchSpec) -> None:
     try:
         with outputs_as_declared(model):
             build_for(model, symbolic())
-    except (TypeError, ValueError, RuntimeError, KeyError) as error:
+    except _REFUSED as error:
         capture(model, table, Mode.PREDICT, spec)  # Names the layer, if it is one.
         where = f"the loss or a metric of model {model.name!r}"
         with recompiled(model):  # The failed one may count as built.
@@ -261,7 +259,7 @@ class _Tracing:
         where = f"layer {self.calls.failed_in!r}" if self.calls.failed_in else f"model {self.model.name!r}"
         if isinstance(error, tf.errors.OperatorNotAllowedInGraphError) or "SymbolicTensor" in str(error):
             return CaptureError(
-                f"{where} uses the value of a tensor in Python control flow (if, while, for, int()), which a graph "
+                f"{where} uses the value of a tensor in Python (if, while, for, int(), numpy()), which a graph "
                 f"can't record: use keras.ops.where, keras.ops.cond or keras.ops.while_loop. TensorFlow says: "
                 + reason(error).partition(". ")[0]
             )

@@ -18,7 +18,7 @@ from dapple_tf.common.keras_private import CompileMetrics, Makeup, loss_tracker,
 from dapple_tf.frontend.patching import replaced
 from dapple_tf.frontend.variables import VariableTable, assign_value, read_value
 from dapple_tf.frontend.watching import untold, unwatch, watch
-from graph_passes.analysis.running_sums import parts_of_update
+from graph_passes.analysis.update_flow import parts_of_update
 from graph_passes.ir.graph import Graph, Names, Ref
 
 

@@ -26,8 +26,7 @@ from dapple_tf.frontend.alike_groups import BY_ELEMENT, AlikeGroups, has_own_met
 from dapple_tf.frontend.optimizer_checks import check_clipping, check_shards
 from dapple_tf.frontend.patching import replaced
 from dapple_tf.frontend.variables import VariableTable
-from graph_passes.analysis.gradient_flow import gradients_behind
-from graph_passes.analysis.sharded_update import CoupledElementsError, sharded_update
+from graph_passes.analysis.update_flow import CoupledElementsError, gradients_behind, sharded_update
 from graph_passes.ir.graph import Graph, Ref
 from graph_passes.ir.group_update import Captured, GroupUpdate, Shards
 from graph_passes.ir.program import VariableKind, in_rows

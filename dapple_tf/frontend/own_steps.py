@@ -16,9 +16,8 @@ import tensorflow as tf
 
 from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.patching import replaced
-from dapple_tf.frontend.step_logs import check_logs
+from dapple_tf.frontend.step_logs import OptimizerReads, check_logs
 from dapple_tf.frontend.trace_scope import TraceScope
-from dapple_tf.frontend.traced_logs import OptimizerReads
 from dapple_tf.frontend.variables import VariableTable
 
 _STEPS = ("train_step", "test_step", "predict_step")

@@ -1,18 +1,23 @@
-"""Variables while a model is traced: tensors, and the values that layers assign to them."""
+"""Variables while a model is traced: tensors, and the values that layers assign to them.
+
+Branches, loops and calls of ``tf.function`` hand on what is assigned within them.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from dapple_tf.errors import CaptureError
-from dapple_tf.frontend.control_flow import state_passed_on
 from dapple_tf.frontend.patching import replaced
-from graph_passes.ir.tensorflow_private import watches_variables
+from graph_passes.ir.tensorflow_private import compiles_with_xla, cond_v2, python_body, watches_variables, while_v2
+
+_Function = type(tf.function(lambda: None))
 
 
 class TraceScope(keras.StatelessScope):
@@ -167,3 +172,149 @@ class TraceScope(keras.StatelessScope):
                 if all(value is not known for known in values):
                     values.append(value)
         return tf.stop_gradient(value) if id(variable) in self.assigned and id(variable) in self.state else value
+
+
+@contextlib.contextmanager
+def state_passed_on(scope: TraceScope) -> Iterator[None]:
+    """Hands assignments in branches and loops' bodies on to the scope, inside the context.
+
+    TensorFlow traces each branch and each body into a graph of its own. What is assigned there leaves it as one more
+    output of the branch, or as one more variable of the loop. All control flow of Keras and TensorFlow comes here:
+    ``ops.cond``, ``switch``, ``while_loop``, ``fori_loop``, ``map``, ``scan``, ``keras.layers.RNN``, ``tf.cond``,
+    ``tf.map_fn``, AutoGraph.
+    """
+
+    def conditional(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(predicate: Any, true: Callable[[], Any], false: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+            return _branch(scope, lambda branches: original(predicate, *branches, *args, **kwargs), [true, false])
+
+        return call
+
+    def indexed(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(index: Any, functions: Sequence[Callable[[], Any]], *args: Any, **kwargs: Any) -> Any:
+            return _branch(scope, lambda branches: original(index, branches, *args, **kwargs), functions)
+
+        return call
+
+    def loop(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: _loop(scope, original, *args, **kwargs)
+
+    with (
+        replaced(cond_v2, "cond_v2", conditional),
+        replaced(cond_v2, "indexed_case", indexed),
+        replaced(while_v2, "while_loop", loop),
+    ):
+        yield
+
+
+def _branch(
+    scope: TraceScope, build: Callable[[list[Callable[[], Any]]], Any], branches: Sequence[Callable[[], Any]]
+) -> Any:
+    """Builds a conditional, once more with the assigned variables as outputs if there are any."""
+    assigned: dict[int, keras.Variable] = {}
+
+    def passing(branch: Callable[[], Any], variables: Sequence[keras.Variable]) -> Callable[[], Any]:
+        def call() -> Any:
+            with scope.inside(()) as updates:
+                result = branch()
+                assigned.update((id(variable), variable) for variable, _ in updates)
+                return (result, [scope.present_value(variable) for variable in variables]) if variables else result
+
+        return call
+
+    while True:
+        variables = list(assigned.values())
+        result = build([passing(branch, variables) for branch in branches])
+        if len(assigned) == len(variables):
+            break
+    if not variables:
+        return result
+    result, values = result
+    scope.take_over(zip(variables, values, strict=True))
+    return result
+
+
+def _loop(
+    scope: TraceScope,
+    original: Callable[..., Any],
+    condition: Callable[..., Any],
+    body: Callable[..., Any],
+    loop_vars: Sequence[Any],
+    shape_invariants: Sequence[Any] | None = None,
+    *args: Any,
+    return_same_structure: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Builds a loop, once more with the assigned variables as variables of the loop if there are any.
+
+    Raises:
+        ValueError: the loop's condition assigns a variable.
+    """
+    assigned: dict[int, keras.Variable] = {}
+
+    def check(*arguments: Any) -> Any:
+        *own, values = arguments
+        with scope.inside(zip(variables, values, strict=True)) as updates:
+            result = condition(*own)
+        if updates:
+            raise ValueError(
+                f"the condition of a loop assigns variable {updates[0][0].path!r}, which it can't hand on: assign it "
+                f"in the loop's body"
+            )
+        return result
+
+    def step(*arguments: Any) -> Any:
+        *own, values = arguments
+        with scope.inside(zip(variables, values, strict=True)) as updates:
+            results = body(*own)
+            assigned.update((id(variable), variable) for variable, _ in updates)
+            values = [scope.present_value(variable) for variable in variables]
+        return [*(results if tf.nest.is_nested(results) else [results]), values]
+
+    while True:
+        variables = list(assigned.values())
+        values = [scope.present_value(variable) for variable in variables]
+        shapes = None if shape_invariants is None else [*shape_invariants, [value.shape for value in values]]
+        *results, values = original(check, step, [*loop_vars, values], shapes, *args, **kwargs)
+        if len(assigned) == len(variables):
+            break
+    scope.take_over(zip(variables, values, strict=True))
+    if len(results) == 1 and not return_same_structure:
+        return results[0]
+    return tf.nest.pack_sequence_as(loop_vars, tf.nest.flatten(results))
+
+
+@contextlib.contextmanager
+def functions_traced(scope: TraceScope) -> Iterator[None]:
+    """Makes every call of a ``tf.function`` trace its body anew, inline unless it is for XLA, inside the context.
+
+    A function that has been called before has a graph that reads the model's variables themselves, not their
+    replacements in the trace. And only a name would be known of its call: neither which layers it calls, nor how to
+    differentiate it. Functions for XLA, which some operators need on CPUs, are traced as functions.
+    """
+
+    def traced(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+            args, kwargs = tf.nest.map_structure(_as_tensor, (args, kwargs))
+            if not compiles_with_xla(function):
+                return python_body(function)(*args, **kwargs)
+            variables: list[keras.Variable] = []
+
+            def compiled(*args: Any, **kwargs: Any) -> Any:
+                with scope.again() as inside:
+                    result = python_body(function)(*args, **kwargs)
+                variables[:] = [variable for variable, _ in inside.updates]
+                return result, [value for _, value in inside.updates]
+
+            result, updates = original(tf.function(compiled, autograph=False, jit_compile=True), *args, **kwargs)
+            scope.take_over(zip(variables, updates, strict=True))
+            return result
+
+        return call
+
+    with replaced(_Function, "__call__", traced):
+        yield
+
+
+def _as_tensor(value: Any) -> Any:
+    return tf.convert_to_tensor(value) if isinstance(value, np.ndarray) else value

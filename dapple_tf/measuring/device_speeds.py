@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import statistics
 import time
@@ -14,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dapple_tf.clusters.shared_connections import connected, open_session
+from dapple_tf.clusters.shared_connections import connected
 from dapple_tf.common.progress import Progress
 from dapple_tf.describe.cluster import Cluster, ClusterError
 from dapple_tf.describe.layer_profile import ProfileError
@@ -22,10 +23,11 @@ from dapple_tf.frontend.capture import Mode, build, capture, check_model
 from dapple_tf.frontend.layer_cuts import with_functions, with_gradients
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.measuring.example_batch import ExampleBatch
-from dapple_tf.measuring.links import clock, host_of
+from dapple_tf.measuring.links import matrix_chains
 from dapple_tf.measuring.profiled_model import ProfiledModel
 from dapple_tf.measuring.profiler import kept_metrics
 from dapple_tf.measuring.timed_step import MICRO_BATCHES, StepRuns, timed_step
+from dapple_tf.measuring.turns import in_caches, in_turns
 from dapple_tf.variables.parameter_groups import group_updates
 from graph_passes.ir.tasks import Phase
 
@@ -33,9 +35,6 @@ logger = logging.getLogger(__name__)
 
 _MATRIX, _CHAIN = 512, 16
 """Rows of a matrix, and number of products in a chain: some 50 ms of one core."""
-_WARM_UP = 2
-_LEAST_ROUNDS, _MOST_ROUNDS, _SECONDS = 5, 25, 10.0
-"""Number of rounds: as many as fit into these seconds, between the other two."""
 
 
 def measure_speeds(
@@ -92,7 +91,7 @@ def measure_speeds(
     for name, number, least, most in (
         ("samples", samples, 1, None),
         ("reference", reference, 0, cluster.num_devices - 1),
-        ("rounds", _LEAST_ROUNDS if rounds is None else rounds, 1, None),
+        ("rounds", 1 if rounds is None else rounds, 1, None),
     ):
         limits = f"at least {least}" if most is None else f"{least} to {most}"
         whole = isinstance(number, int) and not isinstance(number, bool)
@@ -114,7 +113,7 @@ def measure_speeds(
             timers = _model_timers(model, cluster, members, example, samples)
         with timers as seconds:
             try:
-                times = _in_turns(seconds, rounds, bar)
+                times = in_turns(seconds, rounds, say=bar.step)
             except tf.errors.ResourceExhaustedError as error:
                 raise ProfileError(
                     f"a device hasn't the memory for {'the model' if model else 'matrices'} in slices of {samples} "
@@ -150,24 +149,6 @@ def _with_speeds(cluster: Cluster, groups: Sequence[Sequence[int]], speeds: Sequ
     return dataclasses.replace(cluster, devices=tuple(devices))
 
 
-def _in_turns(seconds: Sequence[Callable[[], float]], rounds: int | None, bar: Progress) -> list[list[float]]:
-    """Runs each of the functions in turns; returns the seconds of each by turns."""
-    cost = 0.0
-    for number in range(_WARM_UP):
-        bar.step(f"warming up, round {number + 1} of {_WARM_UP}")
-        start = time.perf_counter()
-        for own in seconds:
-            own()
-        cost = max(1e-6, time.perf_counter() - start)
-    count = rounds or int(min(_MOST_ROUNDS, max(_LEAST_ROUNDS, _SECONDS / cost)))
-    times: list[list[float]] = [[] for _ in seconds]
-    for number in range(count):
-        bar.step(f"round {number + 1} of {count}")
-        for own, turns in zip(seconds, times, strict=True):
-            turns.append(own())
-    return times
-
-
 def _speed(reference: Sequence[float], own: Sequence[float]) -> tuple[float, float]:
     """Returns the median of the ratios of times, and half of the range of the middle half of them."""
     ratios = [one / max(other, 1e-9) for one, other in zip(reference, own, strict=True)]
@@ -180,8 +161,13 @@ def _speed(reference: Sequence[float], own: Sequence[float]) -> tuple[float, flo
 @contextlib.contextmanager
 def _model_timers(
     model: keras.Model, cluster: Cluster, devices: Sequence[int], example: ExampleBatch, samples: int
-) -> Iterator[list[Callable[[], float]]]:
+) -> Iterator[Sequence[Callable[[], float]]]:
     """Yields for each device a function that runs the model's F and B there once, and returns their seconds."""
+
+    def seconds(runs: StepRuns) -> float:
+        runs.rounds[samples] = [in_caches(functools.partial(runs.run, samples))()]
+        return sum(runs.time(samples, phase.value) for phase in (Phase.FORWARD, Phase.BACKWARD))
+
     with kept_metrics(model), contextlib.ExitStack() as sessions:
         table = VariableTable(model)
         build(model, table, example.spec)
@@ -197,44 +183,21 @@ def _model_timers(
             step = timed_step(whole, updates, profiled.device_name, cluster.host_device, f"{name}_")
             runs = StepRuns(session, step, name)
             runs.feed(samples, profiled.batch(samples * MICRO_BATCHES))
-            timers.append(_timer(runs, samples))
+            timers.append(functools.partial(seconds, runs))
         yield timers
 
 
 @contextlib.contextmanager
-def _matrix_timers(cluster: Cluster, devices: Sequence[int]) -> Iterator[list[Callable[[], float]]]:
+def _matrix_timers(cluster: Cluster, devices: Sequence[int]) -> Iterator[Sequence[Callable[[], float]]]:
     """Yields for each device a function that multiplies matrices there, and returns the seconds by the host's clock."""
-    start = np.random.default_rng(0).normal(size=(_MATRIX, _MATRIX)).astype(np.float32) / _MATRIX
-    with tf.Graph().as_default() as graph:
-        fed = tf.compat.v1.placeholder(tf.float32, start.shape)
-        stamps = [_chain(cluster.device_names[device], fed) for device in devices]
-        with open_session(cluster, graph) as session:
 
-            def timer(own: tuple[tf.Tensor, tf.Tensor]) -> Callable[[], float]:
-                def seconds() -> float:
-                    before, after = session.run(own, {fed: start})
-                    return max(0.0, float(after - before))
+    def work(value: tf.Tensor, matrix: tf.Tensor) -> tf.Tensor:
+        return tf.tanh(tf.matmul(value, matrix)) + matrix
 
-                return seconds
+    with matrix_chains(cluster, devices, _MATRIX, [work] * _CHAIN) as run:
 
-            yield [timer(own) for own in stamps]
+        def seconds(member: int) -> float:
+            ((before, after),) = run([member])
+            return max(0.0, float(after - before))
 
-
-def _chain(device: str, fed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns the times before and after a chain of products of matrices on a device."""
-    with tf.device(device):
-        matrix = value = tf.identity(fed)
-    before = clock([matrix], host_of(device))
-    with tf.device(device), tf.control_dependencies([before]):
-        for _ in range(_CHAIN):
-            value = tf.tanh(tf.matmul(value, matrix)) + matrix
-    return before, clock([value], host_of(device))
-
-
-def _timer(runs: StepRuns, samples: int) -> Callable[[], float]:
-    def seconds() -> float:
-        runs.run(samples, kept=False)  # Its own data is in the caches afterwards.
-        runs.run(samples)
-        return float(sum(runs.times(samples, phase.value)[-1] for phase in (Phase.FORWARD, Phase.BACKWARD)))
-
-    return seconds
+        yield [functools.partial(seconds, member) for member in range(len(devices))]

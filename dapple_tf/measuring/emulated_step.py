@@ -319,7 +319,7 @@ class EmulatedStep:
 
     def _span(self, number: int, activity: Activity) -> int:
         place = (activity.device, activity.stage, self.step.micro_batch[number], activity.replica, activity.target)
-        self.spans.append(Span(activity.kind, 0.0, 0.0, *place, activity.bytes, None, activity.reduction, activity.leg))
+        self.spans.append(Span(activity.kind, 0.0, 0.0, *place, activity.bytes, None, activity.reduction, number))
         return len(self.spans) - 1
 
     def _add_work(

@@ -171,7 +171,7 @@ def emulate(
             scale,
         )
     lateness = statistics.fmean(one.lateness for one in measured)
-    return Emulation(statistics.median(latencies), tuple(shown.spans), costs, latencies, simulated, scale, lateness)
+    return Emulation(statistics.median(latencies), tuple(shown.spans), graph, latencies, simulated, scale, lateness)
 
 
 def _choose_scale(simulated: Simulation) -> float:
@@ -194,7 +194,8 @@ def _most_pending(simulated: Simulation) -> int:
     over: dict[tuple[int | None, int, int | None], float] = {}
     for span in simulated.spans:
         if span.kind == SEND:
-            ready = over.get((span.device, span.stage, span.micro_batch), 0.0) if span.leg is not None else 0.0
+            looked_up = simulated.graph.activities[span.activity].leg is None
+            ready = 0.0 if looked_up else over.get((span.device, span.stage, span.micro_batch), 0.0)
             changes += [(ready, 1), (span.end, -1)]
         elif span.reduction is not None:
             count = len(simulated.costs.reductions[span.reduction].devices)

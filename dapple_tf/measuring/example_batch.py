@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -85,7 +85,8 @@ class ExampleBatch:
 
         Args:
             model: a built and compiled model.
-            x: example inputs, any number of samples; None if the model declares its inputs.
+            x: example inputs, any number of samples; None if the model declares its inputs. Or the batches themselves,
+                so that several measurements choose a length, and warn of it, once.
             y: example labels; None draws labels for the loss.
             sample_weight: example weights; None for none.
             length: length of all axes that the model leaves open, if x doesn't decide it; None takes one that the model
@@ -94,6 +95,8 @@ class ExampleBatch:
         Raises:
             ProfileError: inputs or labels can't be guessed, or an example has no samples.
         """
+        if isinstance(x, ExampleBatch):
+            return x
         x_tree = _with_lengths(model, _declared_inputs(model), y, length) if x is None else spec_of(model, x).x
         classes: list[int] | None = None
         if y is None:
@@ -185,24 +188,13 @@ def _leaves(kind: str, tree: Any) -> Any:
     return keras.tree.map_structure(leaf, tree)
 
 
-def with_length(model: keras.Model, **examples: Any) -> dict[str, Any]:
-    """Returns arguments of `ExampleBatch.of` with the length that it would choose, to choose it and warn only once."""
-    x = None if examples.get("x") is not None else declared_spec(model)
-    if x is None or examples.get("length") is not None or all(None not in leaf.shape[1:] for leaf in x.leaves):
-        return examples
-    return {**examples, "length": chosen_length(model, x, likely=_lengths_of(examples.get("y")))}
-
-
-def _lengths_of(y: Any) -> list[int]:
-    return [int(size) for array in _present(y) for size in np.shape(array)[1:]]
-
-
 def _with_lengths(model: keras.Model, x: Any, y: Any, length: int | None) -> Any:
     """Returns the structure of a model's inputs with lengths for open axes, which example labels may decide."""
     spec = BatchSpec(x)
     if all(None not in leaf.shape[1:] for leaf in spec.leaves):
         return keras.tree.map_structure(lambda leaf: dataclasses.replace(leaf, sizes=leaf.shape), x)
-    chosen = chosen_length(model, spec, length, _lengths_of(y))
+    likely = [int(size) for array in _present(y) for size in np.shape(array)[1:]]
+    chosen = chosen_length(model, spec, length, likely)
 
     def sized(leaf: Leaf) -> Leaf:
         sizes = (None, *(chosen if size is None else size for size in leaf.shape[1:]))
@@ -237,44 +229,26 @@ def guessed_labels(model: keras.Model, x: Any) -> tuple[Any, list[int] | None]:
     own_loss = type(model).compute_loss is not keras.Model.compute_loss
     if model.loss is None or (own_loss and compiled_loss(model) is None):
         return None, None
-    outputs = model.compute_output_spec(
-        keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype), x)
-    )
-    sized = model.compute_output_spec(
-        keras.tree.map_structure(lambda leaf: keras.KerasTensor((None, *(leaf.sizes or leaf.shape)[1:]), leaf.dtype), x)
-    )
-    labels = labels_of_outputs(model, outputs, sized)
-    if labels is None:
+
+    def outputs(shape_of: Callable[[Leaf], Any]) -> Any:
+        inputs = keras.tree.map_structure(lambda leaf: keras.KerasTensor(shape_of(leaf), leaf.dtype), x)
+        return model.compute_output_spec(inputs)
+
+    declared = outputs(lambda leaf: leaf.shape)
+    flat = keras.tree.flatten(declared)
+    losses = None if own_loss else _losses(model.loss, declared)
+    if losses is None:
         raise ProfileError(f"the labels that the loss of model {model.name!r} takes can't be guessed: {_WAY_OUT}")
-    return labels
-
-
-def labels_of_outputs(model: keras.Model, outputs: Any, sized: Any) -> tuple[Any, list[int]] | None:
-    """Returns the structure of labels that the compiled losses take, and the number of classes of each.
-
-    Args:
-        model: a compiled model with a loss.
-        outputs: structure of its outputs.
-        sized: structure of its outputs with all known lengths of a batch.
-
-    Returns:
-        Both; None if they can't be derived.
-    """
-    flat = keras.tree.flatten(outputs)
-    losses = _losses(model.loss, outputs)
-    if losses is None or type(model).compute_loss is not keras.Model.compute_loss:
-        return None
+    sized = keras.tree.flatten(outputs(lambda leaf: (None, *(leaf.sizes or leaf.shape)[1:])))
     leaves, classes = [], []
-    for index, (output, real, loss) in enumerate(zip(flat, keras.tree.flatten(sized), losses, strict=True)):
+    for index, (output, real, loss) in enumerate(zip(flat, sized, losses, strict=True)):
         sparse = "sparse" in _loss_name(loss)
         name = "y" if len(flat) == 1 else f"y[{index}]"
-        shape, sizes = tuple(output.shape), tuple(real.shape)
-        if sparse:
-            leaves.append(Leaf(name, "int32", (None, *shape[1:-1]), (None, *sizes[1:-1])))
-        else:
-            leaves.append(Leaf(name, keras.config.floatx(), (None, *shape[1:]), (None, *sizes[1:])))
-        classes.append(int(shape[-1] or 2) if sparse else 2)
-    return keras.tree.pack_sequence_as(outputs, leaves), classes
+        stop = -1 if sparse else None
+        dtype = "int32" if sparse else keras.config.floatx()
+        leaves.append(Leaf(name, dtype, (None, *output.shape[1:stop]), (None, *real.shape[1:stop])))
+        classes.append(int(output.shape[-1] or 2) if sparse else 2)
+    return keras.tree.pack_sequence_as(declared, leaves), classes
 
 
 def _losses(loss: Any, outputs: Any) -> list[Any] | None:

@@ -15,17 +15,15 @@ from dapple_tf.common.garbage import without_collection
 from dapple_tf.describe.layer_profile import ZERO, Cost, LayerProfile, NeededLater
 from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.measuring.cost_fit import cost_through
 from dapple_tf.measuring.layer_memory import has_gradient, kept_tensors, layers_with_variables, stage_shapes
 from dapple_tf.measuring.timed_step import input_gradients_of
-from dapple_tf.operators.build_op_graph import operator_signatures
-from dapple_tf.operators.function_work import FunctionWork
+from dapple_tf.operators.build_op_graph import OperatorSeconds, operator_signatures
 from dapple_tf.operators.op_costs import OperatorCosts, device_kind
 from dapple_tf.operators.signatures import OpSignature
 from graph_passes.ir.graph import Graph, Ref
 from graph_passes.ir.node_kinds import METADATA
 from graph_passes.ir.program import Program, Stage, ValueKind
-from graph_passes.ir.tensorflow_bridge import Shape, dtype_size, is_stateful, takes_functions
+from graph_passes.ir.tensorflow_bridge import Shape, dtype_size, is_stateful
 
 _TASK_SECONDS = 50e-6
 """Seconds to start a task."""
@@ -63,20 +61,17 @@ class StageOperators:
         signatures: operator -> what its time depends on.
     """
 
-    def __init__(self, program: Program, stage: Stage, shapes: Mapping[Ref, Shape | None]) -> None:
-        self._program, self._stage, self._shapes = program, stage, shapes
+    def __init__(
+        self, program: Program, stage: Stage, shapes: Mapping[Ref, Shape | None], residuals: Sequence[Ref]
+    ) -> None:
+        self._program, self._stage, self._shapes, self._residuals = program, stage, shapes, residuals
         self._graph = Graph(stage.own_graph)
         self.signatures = operator_signatures(stage.own_graph, shapes)
 
     def estimates(self, costs: OperatorCosts, kind: str) -> dict[str, float]:
         """Returns operator -> its time by its roofline on a kind of device."""
-        functions = FunctionWork(self._stage.own_graph, costs, self._shapes)
-        return {
-            name: functions.seconds(self._graph.nodes[name], made, kind)
-            if takes_functions(made.op)
-            else costs.seconds(made, kind)
-            for name, made in self.signatures.items()
-        }
+        seconds = OperatorSeconds(self._stage.own_graph, costs, self._shapes)
+        return {name: seconds.of(self._graph.nodes[name], made, kind) for name, made in self.signatures.items()}
 
     def amounts(self, seconds: Mapping[str, float]) -> Amounts:
         """Returns the stage's costs by its operators' times; operators without a time cost nothing."""
@@ -92,12 +87,13 @@ class StageOperators:
         kept = [stage.arguments.get(value, value.ref) for value in stage.own_backward.inputs]
         backward = behind([stage.results[value] for value in stage.own_backward.outputs], kept)
         of_input = behind([stage.results[value] for value in input_gradients_of(self._program, stage)], kept)
-        residuals = kept_tensors(self._program, stage.index)
         return Amounts(
             forward=total(forward),
             backward=total(backward),
             weight=total(backward - of_input),
-            residual=float(sum(made[ref.node].outputs[ref.output].bytes for ref in residuals if ref.node in made)),
+            residual=float(
+                sum(made[ref.node].outputs[ref.output].bytes for ref in self._residuals if ref.node in made)
+            ),
             temporary=float(max((_largest(made[name]) for name in backward & made.keys()), default=0)),
         )
 
@@ -113,8 +109,8 @@ def stage_operators(
         sample_shapes: the shape of one sample of each batch input.
         samples: samples of a slice.
     """
-    shapes = stage_shapes(program, sample_shapes, samples)
-    return tuple(StageOperators(program, stage, shapes[stage.index]) for stage in program.stages)
+    known = zip(program.stages, stage_shapes(program, sample_shapes, samples), kept_tensors(program), strict=True)
+    return tuple(StageOperators(program, *of_stage) for of_stage in known)
 
 
 def layers_by_operator(
@@ -150,7 +146,7 @@ def layers_by_operator(
     )
 
     def line(of: Sequence[float]) -> Cost:
-        return cost_through(ends, of)
+        return Cost.through(ends, of)
 
     between, output = [], [ZERO] * len(names)
     for boundary in program.boundaries:

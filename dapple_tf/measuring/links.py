@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import statistics
@@ -22,6 +23,7 @@ from tensorflow.core.framework import types_pb2
 from dapple_tf.clusters.session import collective_hint, collective_keys
 from dapple_tf.clusters.shared_connections import connected, open_session
 from dapple_tf.describe.cluster import Cluster, ClusterError, Link, ReductionLinks, Server
+from dapple_tf.measuring.turns import in_turns
 from graph_passes.ir.collectives import AllReduceRules, AllReduces
 from graph_passes.ir.graph import STAGE_ATTR, Builder, Ref
 
@@ -33,6 +35,8 @@ _MOST_BANDWIDTH = 1e15
 # One core multiplies matrices of this size in some milliseconds.
 _MATRIX = 384
 _CHAIN = 8
+_SMALL = 4 * 2**10
+"""Bytes of the small message."""
 _MESSAGES = 5
 """Number of times that the message which starts an all-reduce, and that which ends it, are measured."""
 _SIZES = 4
@@ -45,7 +49,6 @@ their line says."""
 def measure_links(
     cluster: Cluster,
     *,
-    small: int = 4 * 2**10,
     large: int = 4 * 2**20,
     repeats: int = 9,
     capacity: bool = True,
@@ -58,8 +61,7 @@ def measure_links(
 
     Args:
         cluster: real devices.
-        small: bytes of the small message, which gives the latency.
-        large: bytes of the large message, and of the largest all-reduce.
+        large: bytes of the large message, and of the largest all-reduce; a small message gives the latency.
         repeats: number of measurements of each time; the median counts.
         capacity: whether to measure each server's `capacity`, too, which keeps all of its cores busy for a moment.
         between: result of `measure_between_servers`, which gives each server its own network card; None tries
@@ -71,10 +73,9 @@ def measure_links(
         capacity.
 
     Raises:
-        ClusterError: a description without devices, or sizes out of order.
+        ClusterError: a description without devices, or a number is out of range.
     """
-    _check(cluster, small, large, repeats)
-    sizes = tuple(max(1, size // 4) for size in (small, large))
+    sizes = _sizes(cluster, large, repeats)
     start = time.perf_counter()
     with connected(cluster):
         changes: dict[str, Any] = {}
@@ -108,7 +109,6 @@ def measure_links(
 def measure_between_servers(
     cluster: Cluster,
     *,
-    small: int = 4 * 2**10,
     large: int = 4 * 2**20,
     repeats: int = 5,
     progress: Callable[[int, int], object] | None = None,
@@ -117,7 +117,6 @@ def measure_between_servers(
 
     Args:
         cluster: workers.
-        small: bytes of the small message, which gives the latency.
         large: bytes of the large message.
         repeats: number of measurements of each time; the median counts.
         progress: called with each pair before it is measured.
@@ -126,10 +125,9 @@ def measure_between_servers(
         Bandwidth and latency by pair of servers.
 
     Raises:
-        ClusterError: a description without devices, or sizes out of order.
+        ClusterError: a description without devices, or a number is out of range.
     """
-    _check(cluster, small, large, repeats)
-    sizes = tuple(max(1, size // 4) for size in (small, large))
+    sizes = _sizes(cluster, large, repeats)
     links = {}
     with connected(cluster):
         for pair in itertools.combinations(range(cluster.num_servers), 2):
@@ -140,17 +138,18 @@ def measure_between_servers(
     return links
 
 
-def _check(cluster: Cluster, small: int, large: int, repeats: int) -> None:
+def _sizes(cluster: Cluster, large: int, repeats: int) -> tuple[int, int]:
+    """Returns the sizes of messages in floats."""
     Cluster.check("cluster", cluster)
     if not cluster.real:
         raise ClusterError(
             "this cluster is a description without real devices: give it its links, or measure real ones"
         )
-    if not 0 < small < large or repeats < 1:
+    if large <= _SMALL or repeats < 1:
         raise ClusterError(
-            f"messages of {small} and {large} bytes, {repeats} times: give a small one of at least 1 byte, a larger "
-            f"one, and at least 1 time"
+            f"messages of {_SMALL} and {large} bytes, {repeats} times: give a larger one, and at least 1 time"
         )
+    return _SMALL // 4, large // 4
 
 
 def _network_cards(servers: Sequence[Server], between: Mapping[tuple[int, int], Link]) -> list[Server]:
@@ -180,10 +179,20 @@ def _pairs(cluster: Cluster) -> dict[str, list[tuple[int, int]]]:
     return pairs
 
 
-def _timed(session: Any, fetches: Any, feed: Any, repeats: int, seconds: Callable[[Any], float]) -> float:
-    """Returns the median over runs, without the first two."""
-    times = [seconds(session.run(fetches, feed)) for _ in range(repeats + 2)]
-    return statistics.median(times[2:])
+def _median(run: Callable[[], float], repeats: int) -> float:
+    """Returns the median of a function's results."""
+    (times,) = in_turns([run], repeats)
+    return statistics.median(times)
+
+
+def _timer(session: Any, stamps: Sequence[tf.Tensor], feed: Mapping[tf.Tensor, Any]) -> Callable[[], float]:
+    """Returns a function that runs what lies between two times, and returns its seconds."""
+
+    def seconds() -> float:
+        before, after = session.run(stamps, feed)
+        return float(after - before)
+
+    return seconds
 
 
 def host_of(name: str) -> str:
@@ -223,11 +232,8 @@ def _transfers(cluster: Cluster, pair: tuple[int, int], sizes: Sequence[int], re
             nothing = made[:1] + made[-1:]
         alone = clock([nothing], host_of(source))
         with open_session(cluster, graph) as session:
-            with_copy = [
-                _timed(session, [before, after], {count: size}, repeats, lambda times: times[1] - times[0])
-                for size in sizes
-            ]
-            without = _timed(session, [before, alone], {count: sizes[0]}, repeats, lambda times: times[1] - times[0])
+            with_copy = [_median(_timer(session, [before, after], {count: size}), repeats) for size in sizes]
+            without = _median(_timer(session, [before, alone], {count: sizes[0]}), repeats)
     # The message back is small, and takes as long as the small one there.
     there = [max(0.0, seconds - without) for seconds in with_copy]
     return [there[0] / 2, max(there[1] - there[0] / 2, there[0] / 2)]
@@ -314,7 +320,7 @@ def _all_reduces(
     seconds = []
     for size in sizes:
         with all_reduces(cluster, devices, [size], by_server=by_server) as run:
-            seconds.append(statistics.median([run() for _ in range(repeats + 2)][2:]))
+            seconds.append(_median(run, repeats))
     return seconds
 
 
@@ -354,13 +360,9 @@ def all_reduces(
         after = clock([whole.get_tensor_by_name(f"{end.node}:0") for end in ends.values()], host_of(names[0]))
         beginning, unreduced = (whole.get_tensor_by_name(tensor.name) for tensor in (before, alone))
         with open_session(cluster, whole) as session:
-            messages = _timed(session, [beginning, unreduced], {}, _MESSAGES, lambda times: times[1] - times[0])
-
-            def run() -> float:
-                began, ended = session.run([beginning, after], {})
-                return max(_LEAST_LATENCY, float(ended - began - messages))
-
-            yield run
+            messages = _median(_timer(session, [beginning, unreduced], {}), _MESSAGES)
+            seconds = _timer(session, [beginning, after], {})
+            yield lambda: max(_LEAST_LATENCY, seconds() - messages)
 
 
 def _on(device: str, operation: Callable[..., tf.Tensor], argument: Any) -> tf.Tensor:
@@ -378,33 +380,49 @@ def _capacity(cluster: Cluster, devices: Sequence[int], repeats: int) -> float:
     """
     if len(devices) == 1:
         return 1.0
-    names = [cluster.device_names[device] for device in devices]
-    with tf.Graph().as_default() as graph:
-        first = tf.compat.v1.placeholder(tf.float32, [_MATRIX, _MATRIX])
-        chains = []
-        for name in names:
-            with tf.device(name):
-                start = tf.identity(first)
-            before = clock([start], host_of(name))
-            with tf.device(name), tf.control_dependencies([before]):
-                value = tf.identity(start)
-                for _ in range(_CHAIN):
-                    value = tf.tanh(tf.matmul(value, start))
-                    value = tf.matmul(value, start) + tf.matmul(start, value)
-            chains.append((before, clock([_on(name, tf.reduce_sum, value)], host_of(name))))
-        given = {first: np.random.default_rng(0).normal(size=(_MATRIX, _MATRIX)).astype(np.float32) / _MATRIX}
 
-        def span(times: Sequence[tuple[float, float]]) -> float:
-            return max(end for _, end in times) - min(start for start, _ in times)
+    def layer(value: tf.Tensor, matrix: tf.Tensor) -> tf.Tensor:
+        value = tf.tanh(tf.matmul(value, matrix))
+        return tf.matmul(value, matrix) + tf.matmul(matrix, value)
 
-        alone: list[float] = []
-        together: list[float] = []
-        with open_session(cluster, graph) as session:
-            for number in range(repeats + 2):  # In turns: a machine's speed drifts.
-                one = span(session.run(chains[:1], given))
-                every = span(session.run(chains, given))
-                if number >= 2:
-                    alone.append(one)
-                    together.append(every)
+    with matrix_chains(cluster, devices, _MATRIX, [layer] * _CHAIN) as run:
+
+        def seconds(members: Sequence[int]) -> float:
+            starts, ends = zip(*run(members), strict=True)
+            return float(max(ends) - min(starts))
+
+        members = ([0], range(len(devices)))
+        alone, together = in_turns([functools.partial(seconds, own) for own in members], repeats)
     ratio = statistics.median(one / every for one, every in zip(alone, together, strict=True))
     return float(min(len(devices), max(1.0, len(devices) * ratio)))
+
+
+@contextlib.contextmanager
+def matrix_chains(
+    cluster: Cluster, devices: Sequence[int], rows: int, chain: Sequence[Callable[[tf.Tensor, tf.Tensor], tf.Tensor]]
+) -> Iterator[Callable[[Sequence[int]], list[tuple[float, float]]]]:
+    """Makes a chain of work on a matrix on each device.
+
+    Yields a function that runs the chains of some positions in ``devices`` at once, and returns when each started and
+    ended, by its host's clock.
+
+    Args:
+        cluster: real devices, with a connection (`dapple_tf.clusters.shared_connections.connected`).
+        devices: the devices.
+        rows: number of rows of the matrix.
+        chain: functions of the last one's result and of the matrix.
+    """
+    start = np.random.default_rng(0).normal(size=(rows, rows)).astype(np.float32) / rows
+    stamps = []
+    with tf.Graph().as_default() as graph:
+        fed = tf.compat.v1.placeholder(tf.float32, start.shape)
+        for device in devices:
+            name = cluster.device_names[device]
+            matrix = value = _on(name, tf.identity, fed)
+            before = clock([matrix], host_of(name))
+            with tf.device(name), tf.control_dependencies([before]):
+                for work in chain:
+                    value = work(value, matrix)
+            stamps.append((before, clock([value], host_of(name))))
+        with open_session(cluster, graph) as session:
+            yield lambda members: session.run([stamps[member] for member in members], {fed: start})

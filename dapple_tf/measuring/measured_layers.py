@@ -6,19 +6,18 @@ import dataclasses
 import functools
 import itertools
 import logging
-import time
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dapple_tf.common.progress import Progress
-from dapple_tf.describe.layer_profile import Cost, NeededLater
+from dapple_tf.describe.layer_profile import ZERO, Cost, NeededLater
 from dapple_tf.describe.profile import Profile
 from dapple_tf.frontend.layer_cuts import with_functions, with_gradients
-from dapple_tf.measuring.cost_fit import nearest_cost, shares
-from dapple_tf.measuring.layer_memory import layers_with_variables, with_memory
+from dapple_tf.measuring.layer_memory import layers_with_variables
 from dapple_tf.measuring.layers_by_operator import needed_later, stage_operators, with_recomputation
-from dapple_tf.measuring.profiled_model import ProfiledModel, TimeBudget
+from dapple_tf.measuring.profiled_model import ProfiledModel
 from dapple_tf.measuring.timed_step import (
     APPLY,
     MICRO_BATCHES,
@@ -29,18 +28,16 @@ from dapple_tf.measuring.timed_step import (
     input_gradients_of,
     timed_step,
 )
-from dapple_tf.measuring.traced_memory import StepTrace
+from dapple_tf.measuring.traced_memory import StepTrace, with_memory
+from dapple_tf.measuring.turns import TimeBudget, in_caches, in_turns
 from dapple_tf.operators.op_costs import OperatorCosts, device_kind
 from dapple_tf.variables.parameter_groups import group_updates
 from graph_passes.ir.tasks import Phase
 
 logger = logging.getLogger(__name__)
 
-_WARM_UP = 2
-"""Number of rounds that don't count: TensorFlow optimizes graphs in the first, allocators settle in the second."""
-_FEWEST_ROUNDS, _LEAST_ROUNDS, _MOST_ROUNDS, _SECONDS = 2, 5, 25, 20.0
-"""Number of rounds that count: as many as fit into these seconds, between the two last numbers; at least the first,
-if no time is left."""
+_SECONDS = 20.0
+"""Time for rounds of all steps."""
 _EMPTY_CALLS = 20
 """Number of calls in one run: each takes microseconds."""
 _F, _B, _BX = Phase.FORWARD.value, Phase.BACKWARD.value, Phase.INPUT_GRAD.value
@@ -129,30 +126,17 @@ class _Measuring:
         runs = [(step, samples) for samples, steps in self.steps.items() for step in steps]
         runs.append((self.nothing, 1))
         with self.profiled.engine_step(self.sizes[0], MICRO_BATCHES) as engine_step:
-
-            def round_of_all(*, kept: bool) -> float:
-                # Training repeats one step, and finds its own data in the caches: the second run of each counts.
-                for step, samples in runs:
-                    step.run(samples, kept=False)
-                    step.run(samples, kept=kept)
-                engine_step()
-                return engine_step()
-
-            cost = 0.0
-            for number in range(_WARM_UP):
-                self.bar.step(f"warming up, round {number + 1} of {_WARM_UP}")
-                start = time.perf_counter()
-                round_of_all(kept=False)
-                cost = time.perf_counter() - start
-            seconds = min(_SECONDS, self.budget.left)
-            rounds = self.profiled.repeats or int(min(_MOST_ROUNDS, max(_LEAST_ROUNDS, seconds / cost)))
-            walls: list[float] = []
-            for number in range(rounds):
-                if len(walls) >= _FEWEST_ROUNDS and self.profiled.repeats is None and self.budget.left < cost:
-                    break
-                self.bar.step(f"measuring, round {number + 1} of {rounds}")
-                walls.append(round_of_all(kept=True))
-                logger.debug("round %d of %d: a step takes %.3g s", number + 1, rounds, walls[-1])
+            turns: list[Callable[[], Any]] = [functools.partial(step.run, samples) for step, samples in runs]
+            *times, walls = in_turns(
+                [in_caches(turn) for turn in (*turns, engine_step)],
+                self.profiled.repeats,
+                seconds=_SECONDS,
+                budget=self.budget,
+                say=self.bar.step,
+            )
+        for (step, samples), rounds in zip(runs, times, strict=True):
+            step.rounds[samples] = rounds
+        logger.debug("%d rounds: a step takes %.3g s", len(walls), np.median(walls))
         return np.asarray(walls)
 
     def _traces(self, layered: StepRuns) -> list[StepTrace]:
@@ -163,7 +147,7 @@ class _Measuring:
         traces = []
         for samples in (least, most if most > least else least + max(1, least // 2)):
             layered.feed(samples, profiled.batch(samples * MICRO_BATCHES))
-            layered.run(samples, kept=False)
+            layered.run(samples)
             stats = layered.trace(samples)
             traces.append(
                 StepTrace(stats, self.program, timed.step, profiled.device_name, layered.name, samples, applies)
@@ -280,3 +264,43 @@ class _Measuring:
         both = sum(self.steps[most].layered.times(most, phase, stage) for phase in (_F, _B))
         low, middle, high = np.percentile(both, (25, 50, 75))
         return float((high - low) / middle) if middle else 0.0
+
+
+# ---- costs from measured points
+
+
+_LEAST_WEIGHED = 1e-3
+"""Times below this part of the longest get no more weight: their errors would count too much."""
+
+
+def nearest_cost(samples: Sequence[int], seconds: Sequence[float]) -> Cost:
+    """Returns the cost nearest to measured times by relative error; a single point has no fixed part."""
+    x, t = np.asarray(samples, float), np.asarray(seconds, float)
+    if len(x) == 1:
+        return Cost(0.0, float(t[0] / x[0]))
+    if t.max() <= 0:
+        return ZERO
+    weight = 1 / np.maximum(t, t.max() * _LEAST_WEIGHED) ** 2
+
+    def mean(values: np.ndarray) -> float:
+        return float((weight * values).sum() / weight.sum())
+
+    spread = mean((x - mean(x)) ** 2)
+    slope = mean((x - mean(x)) * (t - mean(t))) / spread
+    fixed = mean(t) - slope * mean(x)
+    if slope < 0:
+        return Cost(mean(t), 0.0)
+    if fixed < 0:
+        return Cost(0.0, mean(x * t) / mean(x * x))
+    return Cost(fixed, slope)
+
+
+def shares(times: np.ndarray, start: float, total: float) -> np.ndarray:
+    """Returns shares of ``total`` in proportion to ``times``, each less ``start``.
+
+    Where there is nothing to share they are what is left of the times.
+    """
+    net = np.maximum(times - start, 0)
+    if net.sum() <= 0 or total <= 0:
+        return net
+    return np.asarray(net * (total / net.sum()))

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dapple_tf.measuring.layers_by_operator import MeasuredOperators, StageOperators
-from dapple_tf.measuring.profiled_model import TimeBudget
 from dapple_tf.measuring.timed_step import MARK, StepRuns, TimedStep, with_fed_sizes
+from dapple_tf.measuring.turns import TimeBudget
 from dapple_tf.operators.op_costs import device_kind
 from dapple_tf.operators.signatures import OpSignature
 from dapple_tf.tracing.kernel_times import is_executors
@@ -59,7 +59,7 @@ def measure_operators(
 
     def seconds_of_run(samples: int) -> float:
         start = time.perf_counter()
-        runs.run(samples, kept=False)
+        runs.run(samples)
         return time.perf_counter() - start
 
     sizes = sorted(operators)

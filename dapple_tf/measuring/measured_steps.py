@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -20,14 +21,14 @@ from dapple_tf.errors import CaptureError, StepError
 from dapple_tf.execution.steps_apart import StepsApart
 from dapple_tf.measuring.example_batch import ExampleBatch
 from dapple_tf.measuring.profiler import profile as measured_profile
-from dapple_tf.planning.out_of_order_plans import largest_reverse_first_k
+from dapple_tf.measuring.turns import in_caches, in_turns
+from dapple_tf.planning.moves import largest_reverse_first_k
 from dapple_tf.planning.plan_reasons import shape
 from dapple_tf.schedules.out_of_order import best_reverse_first_k
 from dapple_tf.simulation.cost import CostModel
 
 logger = logging.getLogger(__name__)
 
-_WARM_UP = 2
 _ROUNDS = 7
 _LEAST_GAIN = 0.03
 """The least fraction of a step's time that a plan must really gain over one that is expected to be faster."""
@@ -56,23 +57,27 @@ def measure_steps(
     """
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}; it must be at least 1")
-    trainers: list[StepsApart] = []
-    batches = [example.trees(plan.global_batch_size) for plan in plans]
-    seconds: list[list[float]] = [[] for _ in plans]
-    with contextlib.ExitStack() as opened, Progress(what, _WARM_UP + rounds) as bar:
-        for number in range(_WARM_UP + rounds):
-            for place, (plan, data) in enumerate(zip(plans, batches, strict=True)):
-                if not number:  # Each runs before the devices are taken for the next.
-                    trainers.append(StepsApart(model, cluster, plan))
-                    opened.callback(trainers[place].close)
-                trainers[place].seconds(*data)  # gets its data back into the caches
+    with contextlib.ExitStack() as opened, Progress(what) as bar:
+
+        def turn(plan: Plan) -> Callable[[], float]:
+            data = example.trees(plan.global_batch_size)
+
+            @functools.cache
+            def steps() -> StepsApart:
+                apart = StepsApart(model, cluster, plan)
+                opened.callback(apart.close)
+                return apart
+
+            def seconds() -> float:
+                taken = steps().seconds(*data)  # Each plan runs before the devices are taken for the next.
                 if ran is not None:
                     ran.add(plan)
-                taken = trainers[place].seconds(*data)
-                if number >= _WARM_UP:
-                    seconds[place].append(taken)
-            bar.step("steps in turns")
-    return tuple(statistics.median(times) for times in seconds)
+                return taken
+
+            return in_caches(seconds)
+
+        times = in_turns([turn(plan) for plan in plans], rounds, say=bar.step)
+    return tuple(map(statistics.median, times))
 
 
 def fastest_plan(

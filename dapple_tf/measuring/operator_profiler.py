@@ -14,8 +14,8 @@ from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.layer_profile import ProfileError
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.execution.builds import StepKind
+from dapple_tf.execution.elastic import Log
 from dapple_tf.execution.engine import Engine
-from dapple_tf.execution.recovery import Recovery
 from dapple_tf.frontend.capture import Mode, check_model
 from dapple_tf.frontend.metrics import RunningMetrics
 from dapple_tf.frontend.optimizer_checks import check_optimizer
@@ -139,7 +139,7 @@ def _measure(
 ) -> None:
     plan = Plan.by_operators(devices, samples)
     arrays = example.batch(samples)
-    with contextlib.closing(Engine(model, cluster, plan, Recovery(FaultPolicy()), costs)) as engine:
+    with contextlib.closing(Engine(model, cluster, plan, Log(FaultPolicy()), costs)) as engine:
         engine.builder.notes.quiet = True
         built = engine.prepare(Mode.TRAIN, example.spec)
         step = built.placed[StepKind(samples)]

@@ -24,8 +24,8 @@ import tensorflow as tf
 
 from dapple_tf.common.progress import Progress
 from dapple_tf.describe.cluster import Cluster
-from dapple_tf.describe.hardware import cpu_kind
 from dapple_tf.describe.layer_profile import ZERO, LayerProfile, ProfileError
+from dapple_tf.describe.machine_report import cpu_kind
 from dapple_tf.describe.profile import METHODS, Profile
 from dapple_tf.errors import names_checked
 from dapple_tf.frontend.capture import Mode, build, capture, check_model
@@ -35,8 +35,9 @@ from dapple_tf.measuring.example_batch import ExampleBatch
 from dapple_tf.measuring.layers_by_operator import MeasuredOperators, layers_by_operator, stage_operators
 from dapple_tf.measuring.measured_layers import measured_layers
 from dapple_tf.measuring.measured_operators import flat_step, measure_operators
-from dapple_tf.measuring.profiled_model import ProfiledModel, TimeBudget
+from dapple_tf.measuring.profiled_model import ProfiledModel
 from dapple_tf.measuring.timed_step import StepRuns
+from dapple_tf.measuring.turns import TimeBudget
 from graph_passes.ir.graph import POSITION_ATTR, NodeDef, renamed_in_body
 from graph_passes.ir.program import Program
 

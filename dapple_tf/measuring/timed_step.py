@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import types_pb2
 
-from dapple_tf.clusters.session_graph import SessionGraph
+from dapple_tf.clusters.session import SessionGraph
 from dapple_tf.clusters.shared_connections import connected, open_session
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.execution.terminal import without_noise
@@ -115,8 +115,8 @@ def timed_step(
     batch = MARK * MICRO_BATCHES
     layout = Layout(((device,),) * len(program.stages), batch, batch, MICRO_BATCHES)
     # Buckets are for reduction, which one device doesn't need.
-    update = Update(tuple(updates), owners, host_device, bucket_bytes=0, prefix=prefix, want_gradients=False)
-    passes: list[Pass] = [Replicate(layout, host_device, owners, prefix), SplitConcat(), Accumulate(prefix), update]
+    update = Update(tuple(updates), bucket_bytes=0, want_gradients=False)
+    passes: list[Pass] = [Replicate(layout, host_device, owners, prefix), SplitConcat(), Accumulate(), update]
     complete = run_passes(program, passes)
     graph, step = complete.graph, complete.own_step
     sizes = with_fed_sizes(graph, host_device)
@@ -365,6 +365,7 @@ class StepRuns:
         timed: the step.
         name: prefix of its nodes in the session's graph.
         device: name of its device.
+        rounds: samples of a micro-batch -> seconds of each item in each run that counts.
     """
 
     def __init__(self, session: TimedSession, timed: TimedStep, name: str) -> None:
@@ -377,7 +378,7 @@ class StepRuns:
         # Fetched as nodes, not tensors: they run, and nothing is copied to the host.
         self._fetch["unread"] = [f"{name}/{node}" for node in timed.unread]
         self._feeds: dict[int, dict[str, Any]] = {}
-        self._rounds: dict[int, list[np.ndarray]] = {}
+        self.rounds: dict[int, list[np.ndarray]] = {}
         self._position = {item.key: index for index, item in enumerate(timed.items)}
 
     def _placed(self, ref: Ref) -> str:
@@ -391,14 +392,11 @@ class StepRuns:
             feeds |= dict(zip(places, self._session.metrics[variable], strict=True))
         feeds |= {Ref(place): factors * samples for place, factors in self.timed.sizes.items()}
         self._feeds[samples] = {self._placed(ref): value for ref, value in feeds.items()}
-        self._rounds.setdefault(samples, [])
 
-    def run(self, samples: int, *, kept: bool = True) -> None:
-        """Runs the step once; ``kept`` says whether its times are kept."""
+    def run(self, samples: int) -> np.ndarray:
+        """Runs the step once; returns the seconds of each item."""
         stamps = self._session.session.run(self._fetch, self._feeds[samples])["stamps"]
-        if kept:
-            # The clock may be set back meanwhile.
-            self._rounds[samples].append(np.maximum(np.diff(np.asarray(stamps)), 0))
+        return np.maximum(np.diff(np.asarray(stamps)), 0)  # The clock may be set back meanwhile.
 
     def trace(self, samples: int, *, alone: bool = False) -> Any:
         """Runs the step once and returns its step stats; ``alone`` runs one operator at a time on CPUs of this process.
@@ -415,9 +413,9 @@ class StepRuns:
         return metadata.step_stats
 
     def times(self, samples: int, work: str, stage: int = 0, micro_batch: int = LAST) -> np.ndarray:
-        """Returns the seconds of an item in each kept round; zeros if the step has no such item."""
+        """Returns the seconds of an item in each round; zeros if the step has no such item."""
         index = self._position.get(ItemKey(work, stage, micro_batch))
-        rounds = self._rounds[samples]
+        rounds = self.rounds[samples]
         return np.zeros(len(rounds)) if index is None else np.asarray([seconds[index] for seconds in rounds])
 
     def time(self, samples: int, work: str, stage: int = 0, micro_batch: int = LAST) -> float:
@@ -426,4 +424,4 @@ class StepRuns:
 
     def typical(self) -> float:
         """Returns the median of all times of all items."""
-        return float(np.median(np.concatenate([seconds for rounds in self._rounds.values() for seconds in rounds])))
+        return float(np.median(np.concatenate([seconds for rounds in self.rounds.values() for seconds in rounds])))

@@ -1,8 +1,9 @@
-"""Memory in a traced step: the trace lists every tensor with its buffer, and every allocation."""
+"""Memory in traced steps, whose traces list every tensor with its buffer, and every allocation."""
 
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import itertools
 import math
 from collections import Counter
@@ -11,10 +12,12 @@ from typing import Any
 
 from tensorflow.core.framework import types_pb2
 
-from dapple_tf.describe.layer_profile import ProfileError
+from dapple_tf.describe.layer_profile import ZERO, Cost, LayerBuffers, LayerProfile, ProfileError
+from dapple_tf.describe.profile import Tensor
+from dapple_tf.measuring.layer_memory import forward_tensors, has_gradient, kept_tensors, stage_shapes, tensor_bytes
 from dapple_tf.measuring.timed_step import LAST, input_gradients_of
-from graph_passes.ir.graph import Ref
-from graph_passes.ir.program import Program, Step, ValueKind
+from graph_passes.ir.graph import Graph, Ref
+from graph_passes.ir.program import Boundary, Program, Stage, Step, Value, ValueKind
 from graph_passes.ir.tasks import Phase, Task
 from graph_passes.ir.tensorflow_bridge import dtype_size
 
@@ -216,3 +219,180 @@ class StepTrace:
             else:
                 temporary.append(peak - self._in_use[low] - self._given_back.get(stage, 0))
         return max(temporary)
+
+
+# ---- layers with the memory of two traced steps, which separate the part that grows with the samples
+
+
+_ALIASES = frozenset({"ExpandDims", "Identity", "PreventGradient", "Reshape", "Squeeze", "StopGradient"})
+"""Operators whose result is the buffer of their first argument."""
+
+_Sizes = Mapping[tuple[int, Ref], int]
+"""(stage, tensor) -> bytes that follow from shapes alone."""
+
+
+def with_memory(
+    layers: Sequence[LayerProfile],
+    program: Program,
+    min_cut: Program,
+    split: Program,
+    sample_shapes: Sequence[Sequence[int]],
+    traces: Sequence[StepTrace],
+) -> tuple[list[LayerProfile], tuple[Tensor, ...]]:
+    """Returns layers with the bytes of their tensors, and the tensors between them, from traces at two sizes.
+
+    Args:
+        layers: the layers.
+        program: the stages of the traced step.
+        min_cut: the same stages with ``recompute="min_cut"``.
+        split: the same stages with Bx and Bw in place of B.
+        sample_shapes: the shape of one sample of each batch input.
+        traces: traces of two sizes, the smaller first.
+    """
+    kept = kept_tensors(program)
+    roots = [_weight_inputs(stage) for stage in split.stages]
+    read = [forward_tensors(program, stage.index, stage.own_backward.inputs) for stage in program.stages]
+    read_late = [forward_tensors(split, stage, own) for stage, own in enumerate(roots)]
+
+    def bytes_at(trace: StepTrace) -> Sequence[tuple[int, ...]]:
+        """Returns each layer's bytes in one of the steps."""
+        residual, static = trace.kept_bytes(kept), _static_sizes(split, sample_shapes, trace.samples)
+        fewest = _min_cut_bytes(min_cut, trace, _static_sizes(min_cut, sample_shapes, trace.samples), residual)
+        sizes = []
+        for stage, aliases in enumerate(roots):
+            outside = _outside(program, trace, stage)
+            own, delayed = (_own_bytes(trace, static, stage, reads[stage], outside) for reads in (read, read_late))
+            partial = sum(
+                max(static.get((stage, ref), 0) for ref in (root.ref, *refs))
+                for root, refs in aliases.items()
+                if root.kind is ValueKind.PARTIAL
+            )
+            temporary = trace.temporary_bytes(stage)
+            sizes.append((residual[stage], fewest[stage], temporary, own, delayed, partial, trace.rows[stage]))
+        return sizes
+
+    samples = [trace.samples for trace in traces]
+    output, tensors = [ZERO] * len(layers), []
+    readers = zip(*(_readers(program, traces[-1], reads) for reads in (read, read_late)), strict=True)
+    for boundary, (kept_by, delayed_by) in zip(program.boundaries, readers, strict=True):
+        producer, ref = boundary.producer, boundary.ref
+        size = Cost.through(samples, [trace.size(producer, ref) for trace in traces])
+        output[producer] = output[producer] + size
+        tensors.append(
+            Tensor(
+                producer,
+                boundary.consumers,
+                size,
+                has_gradient(program, boundary),
+                kept=tuple(sorted(kept_by)),
+                delayed=tuple(sorted(delayed_by)),
+                gradient_delayed=Value(ref, ValueKind.GRADIENT) in roots[producer],
+            )
+        )
+    measured = []
+    for stage, (layer, *points) in enumerate(zip(layers, *map(bytes_at, traces), strict=True)):
+        residual, fewest, temporary, own, delayed, partial, rows = (
+            Cost.through(samples, sizes) for sizes in zip(*points, strict=True)
+        )
+        gradients = max(trace.gradients[stage] for trace in traces)
+        apply = min(trace.apply_bytes(stage) for trace in traces)
+        measured.append(
+            dataclasses.replace(
+                layer,
+                residual_bytes=residual,
+                min_cut_residual_bytes=fewest,
+                temporary_bytes=temporary,
+                output_bytes=output[stage],
+                buffers=LayerBuffers(own, delayed, partial, gradients, rows, apply),
+            )
+        )
+    return measured, tuple(tensors)
+
+
+def _static_sizes(program: Program, sample_shapes: Sequence[Sequence[int]], samples: int) -> _Sizes:
+    """Returns the sizes of residuals and partial results of Bx whose shape is known without running anything."""
+    sizes: dict[tuple[int, Ref], int] = {}
+    for stage, shapes in zip(program.stages, stage_shapes(program, sample_shapes, samples), strict=True):
+        graph = Graph(stage.own_graph)
+        for value in {value for _, function in stage.phases if function is not None for value in function.inputs}:
+            if value.kind in (ValueKind.RESIDUAL, ValueKind.PARTIAL):
+                size = tensor_bytes(graph, value.ref, shapes)
+                if size is not None:
+                    sizes[stage.index, value.ref] = size
+    return sizes
+
+
+def _min_cut_bytes(program: Program, trace: StepTrace, static: _Sizes, otherwise: Sequence[int]) -> list[int]:
+    """Returns the bytes that each stage keeps with recomputation; those without, if they aren't known.
+
+    Most of it is also kept without recomputation, and was measured; shapes give the rest.
+    """
+    kept = kept_tensors(program)
+    measured = trace.kept_bytes([[ref for ref in refs if trace.knows(stage, ref)] for stage, refs in enumerate(kept)])
+    sizes = []
+    for stage, refs in enumerate(kept):
+        fresh = [static.get((stage, ref)) for ref in refs if not trace.knows(stage, ref)]
+        known = [size for size in fresh if size is not None]
+        sizes.append(measured[stage] + sum(known) if len(known) == len(fresh) else otherwise[stage])
+    return sizes
+
+
+def _weight_inputs(stage: Stage) -> dict[Value, list[Ref]]:
+    """Returns the inputs of Bw, without variables and scalars, each with the tensors by which it is read.
+
+    Partial results that only reshape count as their source.
+    """
+    if stage.weight_grad is None or stage.graph is None:
+        return {}
+    graph = Graph(stage.own_graph)
+    known = {} if stage.input_grad is None else {value.ref: value for value in stage.input_grad.inputs}
+    known |= {ref: value for value, ref in stage.arguments.items()}
+    roots: dict[Value, list[Ref]] = {}
+    for value in stage.weight_grad.inputs:
+        root, ref = value, value.ref
+        if value.kind is ValueKind.PARTIAL:
+            while ref not in known and graph.nodes[ref.node].op in _ALIASES:
+                ref = graph.inputs(ref.node)[0]
+            root = known.get(ref, Value(ref, ValueKind.PARTIAL))
+        roots.setdefault(root, []).append(value.ref)
+    return roots
+
+
+def _readers(program: Program, trace: StepTrace, reads: Sequence[Sequence[tuple[int, Ref]]]) -> list[frozenset[int]]:
+    """Returns, for each boundary, the stages that read its buffer, also through a receiving stage's alias of it."""
+    own = [
+        {address for maker, ref in tensors if maker == stage and (address := trace.address(maker, ref)) is not None}
+        for stage, tensors in enumerate(reads)
+    ]
+    readers: dict[Ref, frozenset[int]] = {}
+    addresses = {boundary.ref: trace.address(boundary.producer, boundary.ref) for boundary in program.boundaries}
+    for boundary in sorted(program.boundaries, key=lambda boundary: -boundary.producer):
+        address = addresses[boundary.ref]
+        stages = {stage for stage, tensors in enumerate(reads) if (boundary.producer, boundary.ref) in tensors}
+        # The buffer is alive while these run, so that a result of theirs at its address is the buffer.
+        stages |= {stage for stage in (boundary.producer, *boundary.consumers) if address in own[stage]}
+        for other in program.boundaries:
+            if other.producer in boundary.consumers and addresses[other.ref] == address and other.ref in readers:
+                stages |= readers[other.ref]
+        readers[boundary.ref] = frozenset(stages)
+    return [readers[boundary.ref] for boundary in program.boundaries]
+
+
+def _outside(program: Program, trace: StepTrace, stage: int) -> set[Hashable]:
+    """Returns the buffers that a stage receives or passes on: they count as tensors between layers."""
+
+    def passes(boundary: Boundary) -> bool:
+        return boundary.producer == stage or stage in boundary.consumers
+
+    return {trace.address(b.producer, b.ref) for b in program.boundaries if passes(b)}
+
+
+def _own_bytes(
+    trace: StepTrace, static: _Sizes, stage: int, reads: Sequence[tuple[int, Ref]], outside: set[Hashable]
+) -> int:
+    """Bytes of the buffers that a stage makes for itself."""
+    own = [(maker, ref) for maker, ref in reads if maker == stage]
+    known = [made for made in own if trace.knows(*made)]
+    inside = [made for made in known if trace.address(*made) not in outside]
+    unknown = sum(static.get(made, 0) for made in own if not trace.knows(*made))
+    return trace.buffer_bytes(inside) + unknown + trace.list_bytes(stage, [ref for _, ref in known])

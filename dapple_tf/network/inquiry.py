@@ -1,10 +1,25 @@
-"""A client's questions to workers, before and when it borrows them."""
+"""A client's questions to workers, before and when it borrows them, and which versions both must have.
+
+The client captures the model, rewrites its graph and runs the steps; a worker starts TensorFlow's server, which
+optimizes the functions of that graph and runs their kernels. So the same step can give other results
+
+* under another TensorFlow: other kernels, other rewrites by Grappler, other all-reduces;
+* under another dapple_tf: it divides the worker's cores among devices, on which the order of sums inside kernels
+  depends, and both sides must mean the same by the messages that they exchange.
+
+Nothing of Keras or of the user's Python code runs on a worker: layers, losses and metrics are traced in the client, and
+graphs with Python functions are refused (`frontend.py_functions.check_py_functions`). Workers report the versions of
+both all the same, for whoever compares logs.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
+import importlib.metadata
 import os
+import platform
 import queue
 import reprlib
 import secrets
@@ -12,16 +27,18 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from dapple_tf.errors import ClusterError, PortTakenError, printable
 from dapple_tf.network.control import PROTOCOL, Channel, ControlError
 from dapple_tf.network.keys import Keys
-from dapple_tf.network.versions import are_versions, version_difference
+from dapple_tf.version import VERSION
 
 _RUN = uuid.uuid4().hex[:8]
 """Tells processes with the same number on the same machine apart."""
 _KEY = secrets.token_bytes(32)
+_REQUIREMENTS = {"dapple_tf": "dapple_tf", "tensorflow": "TensorFlow"}
+"""What must be the same on both sides, by its name in messages and for users."""
 
 
 def client_name() -> str:
@@ -52,9 +69,7 @@ def inventory(addresses: Sequence[str], seconds: float, keys: Keys | None = None
     lenders: dict[str, int] = {}
 
     def ask(task: int) -> None:
-        channel, answer = hello(task, addresses[task], {"ask": "status"}, seconds, keys)
-        channel.close()
-        inventories[task] = devices(task, addresses[task], answer)
+        inventories[task] = devices(task, addresses[task], status(task, addresses[task], seconds, keys))
 
     for_each(ask, len(addresses))
     for task, address in enumerate(addresses):
@@ -101,15 +116,19 @@ def reachable(addresses: Sequence[str], seconds: float, keys: Keys | None = None
 
     def ask(task: int) -> None:
         try:
-            question = {"ask": "status", "secret": lease_secret(addresses[task])}
-            channel, answer = hello(task, addresses[task], question, seconds, keys)
-            channel.close()
-            free[task] = answer.get("holder") in (None, client_name())
+            free[task] = status(task, addresses[task], seconds, keys).get("holder") in (None, client_name())
         except ClusterError:
             free[task] = False
 
     for_each(ask, len(addresses))
     return [free[task] for task in range(len(addresses))]
+
+
+def status(task: int, address: str, seconds: float, keys: Keys | None) -> dict[str, Any]:
+    """Returns a worker's devices, versions and holder; see `hello`."""
+    channel, answer = hello(task, address, {"ask": "status", "secret": lease_secret(address)}, seconds, keys)
+    channel.close()
+    return answer
 
 
 def hello(
@@ -163,8 +182,8 @@ def accepted(task: int, address: str, answer: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def for_each(function: Callable[[int], object], count: int, *, at_once: int = 64) -> None:
-    """Calls a function with 0 ... count - 1, in ``at_once`` threads; raises the first one's error once all have ended.
+def for_each(function: Callable[[int], object], count: int) -> None:
+    """Calls a function with 0 ... count - 1, in up to 64 threads; raises the first one's error once all have ended.
 
     Ctrl-C, or Python's end, doesn't wait for calls that have begun.
     """
@@ -182,7 +201,7 @@ def for_each(function: Callable[[int], object], count: int, *, at_once: int = 64
 
     for index in range(count):
         waiting.put(index)
-    threads = [threading.Thread(target=work, name="ask", daemon=True) for _ in range(min(at_once, count))]
+    threads = [threading.Thread(target=work, name="ask", daemon=True) for _ in range(min(64, count))]
     try:
         for thread in threads:
             thread.start()
@@ -195,3 +214,47 @@ def for_each(function: Callable[[int], object], count: int, *, at_once: int = 64
             while True:
                 waiting.get_nowait()
         errors.clear()  # An error's frames would keep it, and all that they hold.
+
+
+# ---- versions
+
+
+@functools.cache
+def own_versions() -> Mapping[str, str]:
+    """Returns the versions that this process runs with; imports TensorFlow.
+
+    TensorFlow's includes the commit that it was built from: a build of one's own may have the number of a release.
+    """
+    import tensorflow as tf  # heavy, and a description of a cluster doesn't need it
+
+    return {
+        "dapple_tf": VERSION,
+        "tensorflow": f"{tf.version.VERSION} ({tf.version.GIT_VERSION})",
+        "keras": importlib.metadata.version("keras"),
+        "python": platform.python_version(),
+    }
+
+
+def version_difference(theirs: Mapping[str, str]) -> str | None:
+    """Returns an error's text if results could differ between these versions and this process's.
+
+    Args:
+        theirs: a worker's versions.
+    """
+    own = own_versions()
+    unlike = {name: told for name, told in _REQUIREMENTS.items() if theirs[name] != own[name]}
+    if not unlike:
+        return None
+    differences = " and ".join(
+        f"{told} {theirs[name]} where this process has {own[name]}" for name, told in unlike.items()
+    )
+    requirements = " ".join(f"{name}=={own[name].partition(' ')[0]}" for name in unlike)
+    return (
+        f"has {differences}: steps on it can give other results. Use the same versions on both, such as by "
+        f"`pip install {requirements}` there, and start the worker again"
+    )
+
+
+def are_versions(value: object) -> TypeGuard[Mapping[str, str]]:
+    """Returns whether a message's value has the versions that are compared."""
+    return isinstance(value, dict) and all(isinstance(value.get(name), str) for name in _REQUIREMENTS)

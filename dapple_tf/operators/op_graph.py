@@ -90,6 +90,7 @@ class OpGraph:
             operator takes launch + s (seconds - launch).
         copy_seconds: for each byte that a split, a concatenation or a sum writes, float64 [V].
         tensor_outputs: which output of its producer each tensor is; int64 [tensors]; None where all are the first.
+        applied: name of an operator -> how it was split into some of these.
     """
 
     names: tuple[str, ...]
@@ -104,6 +105,7 @@ class OpGraph:
     launch_seconds: np.ndarray
     copy_seconds: np.ndarray
     tensor_outputs: np.ndarray | None = None
+    applied: Mapping[str, Split] = dataclasses.field(default_factory=dict)
 
     @property
     def count(self) -> int:

@@ -64,7 +64,7 @@ class Work(NamedTuple):
 def work(signature: OpSignature) -> Work:
     """Returns the work of a single operator. Unknown ops count as elementwise.
 
-    Loops, branches and calls aren't single operators: see `function_work.py`.
+    Loops, branches and calls aren't single operators: see `build_op_graph.OperatorSeconds`.
     """
     if all(map(_on_host, signature.inputs)) and all(map(_on_host, signature.outputs)):
         return _free(signature)

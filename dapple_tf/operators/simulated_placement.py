@@ -15,10 +15,11 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.operators.op_graph import PlacementError, PlacementProblem
+from dapple_tf.operators.op_graph import OpPlacement, PlacementError, PlacementProblem, tails
 
 Sent = list[tuple[int, int, int, float, float]]
 """Tensor, source, target, start and arrival of each transfer, in the order in which their producers stand in Q."""
@@ -280,3 +281,154 @@ def _check(problem: PlacementProblem, devices: list[int], order: list[int]) -> N
                 f"operators of group {group}, as {names[members[0]]}, are on devices {sorted(where)}; put them "
                 f"on {wanted}"
             )
+
+
+# ---- placements during a search
+
+
+class Candidate(NamedTuple):
+    """A placement.
+
+    Attributes:
+        problem: its operators, some of which may be parts.
+        devices: of each operator.
+        order: Q.
+        seconds: the simulated makespan.
+        over: total bytes by which the devices' peaks exceed their limits.
+        origin: how it was found.
+    """
+
+    problem: PlacementProblem
+    devices: list[int]
+    order: list[int]
+    seconds: float
+    over: float
+    origin: str
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """The lower, the better: a placement that doesn't fit is worse than any that does."""
+        return (self.over, self.seconds)
+
+
+def judged(problem: PlacementProblem, devices: list[int], order: list[int], origin: str) -> Candidate:
+    """Simulates given devices and queue."""
+    return _candidate(problem, devices, order, *run_in_order(problem, devices, order), origin)
+
+
+def _candidate(
+    problem: PlacementProblem,
+    devices: list[int],
+    order: list[int],
+    start: list[float],
+    finish: list[float],
+    sent: Sent,
+    origin: str,
+) -> Candidate:
+    over, limits = 0.0, problem.topology.memory_bytes
+    if np.isfinite(limits).any():
+        place = np.array(devices, np.int64)
+        peaks = peak_bytes(problem, place, np.array(start), np.array(finish), sent)
+        over = float(np.maximum(peaks - limits, 0.0).sum())
+    return Candidate(problem, devices, order, max(finish, default=0.0), over, origin)
+
+
+def scheduled(problem: PlacementProblem, devices: list[int], origin: str) -> Candidate:
+    """Finds the queue for given devices by urgency: the path from an operator's start to the end of the step."""
+    return _queued(problem, devices, _urgency(problem, devices), None, origin)
+
+
+def _urgency(problem: PlacementProblem, devices: list[int]) -> list[float]:
+    tail = tails(problem, devices)
+    return [tail[op] + problem.seconds[op][devices[op]] for op in range(problem.count)]
+
+
+def _queued(
+    problem: PlacementProblem,
+    devices: list[int],
+    urgency: list[float],
+    release: Mapping[int, float] | None,
+    origin: str,
+) -> Candidate:
+    order, start, finish, sent = order_by_urgency(problem, devices, urgency, release)
+    if release:  # Devices wait for nothing when the queue is run.
+        return judged(problem, devices, order, origin)
+    return _candidate(problem, devices, order, start, finish, sent, origin)
+
+
+def ordered_sources(candidate: Candidate, rounds: int = 2) -> Candidate:
+    """Returns a candidate whose variables are read and sent when needed, or the given one if that is better.
+
+    Operators without inputs would run at the start of the step, the longest path first: a large variable is sent before
+    a small one that is needed sooner, since transfers on a link go in the order in which they became ready. It tries
+    reads in the order in which their tensors are needed, at the start and shortly before they are needed.
+
+    Args:
+        candidate: where to start.
+        rounds: number of updates of the times at which tensors are needed.
+    """
+    for _ in range(rounds):
+        better = _with_ordered_sources(candidate)
+        if better is candidate:
+            break
+        candidate = better
+    return candidate
+
+
+def _with_ordered_sources(candidate: Candidate) -> Candidate:
+    problem, devices = candidate.problem, candidate.devices
+    start, _, _ = run_in_order(problem, devices, candidate.order)
+    early = _early(problem)
+    needed: dict[int, float] = {}  # when tensors that follow from variables alone have to be sent
+    for op in range(problem.count - 1, -1, -1):
+        if not early[op]:
+            continue
+        here = devices[op]
+        latency, per_byte = problem.latency[here], problem.per_byte[here]
+        times = [
+            needed[reader] for tensor in problem.outputs[op] for reader in problem.readers[tensor] if reader in needed
+        ]
+        times += [
+            start[reader] - latency[devices[reader]] - problem.size[tensor] * per_byte[devices[reader]]
+            for tensor in problem.outputs[op]
+            for reader in problem.readers[tensor]
+            if devices[reader] != here
+        ]
+        if times:
+            needed[op] = min(times)
+    if not needed:
+        return candidate
+    urgency = _urgency(problem, devices)
+    candidates = [candidate]
+    for op, time in needed.items():
+        urgency[op] = max(urgency[op], 2 * candidate.seconds - time)
+    for lead in (None, 0.1):
+        release = None if lead is None else {op: time - lead * candidate.seconds for op, time in needed.items()}
+        candidates.append(_queued(candidate.problem, devices, urgency, release, candidate.origin))
+    return min(candidates, key=lambda one: one.rank)
+
+
+def _early(problem: PlacementProblem) -> list[bool]:
+    """Returns which operators need only variables, and take less time than sending their outputs."""
+    early = [False] * problem.count
+    for op in range(problem.count):
+        light = problem.mean_seconds[op] <= sum(problem.mean_transfer[tensor] for tensor in problem.outputs[op])
+        early[op] = (light or not problem.inputs[op]) and not problem.waits[op]
+        early[op] = early[op] and all(early[problem.producer[tensor]] for tensor in problem.inputs[op])
+    return early
+
+
+def placed_by(candidate: Candidate) -> OpPlacement:
+    """Returns a candidate, simulated, as a placement of the graph without splits.
+
+    Its peak may be above a device's limit.
+    """
+    problem, devices = candidate.problem, candidate.devices
+    seen, names = simulate(problem, devices, candidate.order), problem.graph.names
+    return OpPlacement(
+        devices=dict(zip(names, devices, strict=True)),
+        order=tuple(names[op] for op in candidate.order),
+        splits=dict(candidate.problem.graph.applied),
+        seconds=seen.seconds,
+        peak_bytes=tuple(seen.peak_bytes.tolist()),
+    )

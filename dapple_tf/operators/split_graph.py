@@ -16,11 +16,12 @@ from graph_passes.analysis.split_rules import (
     FIRST,
     Cut,
     Split,
+    Splitting,
+    Whole,
     chosen_rule,
     part_name,
     split_name,
 )
-from graph_passes.analysis.splitting import Splitting, Whole
 from graph_passes.ir.graph import Ref
 
 
@@ -61,7 +62,7 @@ class _Splitting(Splitting[_Source]):
     """An `OpGraph` while its operators are being split."""
 
     def __init__(self, graph: OpGraph, splits: Mapping[str, Split]) -> None:
-        self.graph = graph
+        self.graph, self.splits = graph, splits
         self.numbers = {name: number for number, name in enumerate(graph.names)}
         super().__init__(_chosen(graph, self.numbers, splits))
         self.bytes: list[float] = graph.tensor_bytes.tolist()
@@ -186,6 +187,7 @@ class _Splitting(Splitting[_Source]):
             launch_seconds=graph.launch_seconds,
             copy_seconds=graph.copy_seconds,
             tensor_outputs=np.array(self.outputs, np.int64)[tensors],
+            applied=self.splits,
         )
 
     def _edges(self, unchanged: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

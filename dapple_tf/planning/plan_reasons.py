@@ -6,37 +6,20 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from dapple_tf.common.units import counted, gib
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.plan_report import PlanReport, StageReport
 from dapple_tf.describe.profile import Profile
-from dapple_tf.planning import out_of_order_plans
-from dapple_tf.planning.choice import Choice
-from dapple_tf.planning.features import restraints
-from dapple_tf.planning.latency import pipeline_latency, stage_times
-from dapple_tf.planning.plan_request import PlanRequest
+from dapple_tf.planning import moves
+from dapple_tf.planning.plan_request import PlanRequest, restraints
+from dapple_tf.planning.pool import Choice
+from dapple_tf.planning.search import pipeline_latency, stage_times
 from dapple_tf.planning.stage_cuts import by_memory
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import Simulation
 from dapple_tf.view.timeline import ALL_REDUCE, SEND
-
-
-@dataclass(frozen=True)
-class Derivation:
-    """How a plan follows from DAPPLE's.
-
-    Attributes:
-        choice: the plan.
-        origin: the plan that it was made from.
-        dapple: the best plan under DAPPLE's policies, without chunks; None where none fits.
-    """
-
-    choice: Choice
-    origin: Plan
-    dapple: Choice | None
 
 
 def report(
@@ -46,7 +29,7 @@ def report(
     runner_up: tuple[Plan, float] | None = None,
     data_parallel: float | None = None,
     one_device: float | None = None,
-    derived: Derivation | None = None,
+    dapple: Choice | None = None,
 ) -> PlanReport:
     """Reports a plan's expected step, and why it was chosen.
 
@@ -56,7 +39,7 @@ def report(
         runner_up: the best plan with other stages or replicas, and its latency; None if there was none.
         data_parallel: latency of data parallelism on all devices; None if that doesn't fit.
         one_device: latency on a single device, simulated like the others; None if that doesn't fit.
-        derived: the plan's derivation, if plans other than DAPPLE's were searched.
+        dapple: the best plan under DAPPLE's policies, if others were searched.
     """
     costs, plan = best.costs, best.costs.plan
     total = sum(best.busy.values()) or 1.0
@@ -78,17 +61,14 @@ def report(
                 memory_limit=limit,
             )
         )
-    straight = costs if derived is None else request.costs(derived.origin)
-    formula = pipeline_latency(stage_times(straight), len(straight.micro_batches))
-    pace = _stage_name(formula.pivot)
-    if derived is not None and plan.devices != derived.origin.devices:
-        pace = f"stage {min(range(plan.num_stages), key=lambda stage: best.bubbles[stage])}"
+    pace = f"stage {min(range(plan.num_stages), key=lambda stage: best.bubbles[stage])}"
+    if len(set(plan.devices)) == plan.num_stages:  # as the formula has it
+        pace = _stage_name(pipeline_latency(stage_times(costs), len(costs.micro_batches)).pivot)
     single = one_device
     if single is None:
         single = single_device_seconds(request.profile, request.batch)
     return PlanReport(
         latency=best.latency,
-        formula_latency=formula.latency,
         speedup=single / best.latency if best.latency else 1.0,
         one_device=one_device,
         data_parallel=data_parallel,
@@ -102,9 +82,9 @@ def report(
         fingerprint=plan.fingerprint,
         restraints=restraints(plan),
         idle_devices=request.cluster.num_devices - len(_used(plan)),
-        out_of_order="" if derived is None else out_of_order_plans.name(plan),
-        dapple=None if derived is None or derived.dapple is None else derived.dapple.latency,
-        dapple_text="" if derived is None or derived.dapple is None else _policy_and_shape(derived.dapple.plan),
+        out_of_order="" if dapple is None else moves.name(plan),
+        dapple=None if dapple is None else dapple.latency,
+        dapple_text="" if dapple is None else _policy_and_shape(dapple.plan),
     )
 
 

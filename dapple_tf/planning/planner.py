@@ -26,19 +26,28 @@ from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.plan_report import PlanReport
 from dapple_tf.describe.profile import Profile
 from dapple_tf.errors import names_checked
-from dapple_tf.planning.choice import Choice, simplest
-from dapple_tf.planning.early_reductions import competes, cut_trials
-from dapple_tf.planning.latency import pipeline_latency, stage_times
-from dapple_tf.planning.local_search import neighbours
-from dapple_tf.planning.out_of_order_search import OutOfOrderSearch
+from dapple_tf.planning.moves import (
+    even_plans,
+    largest_reverse_first_k,
+    leanest,
+    least_seconds,
+    more_stages,
+    recomputing_by_stage,
+    same_stages,
+    stages_per_device,
+    with_chunks,
+)
 from dapple_tf.planning.placement import Placements, links_of
-from dapple_tf.planning.plan_reasons import Derivation, attempts, report, shortage
-from dapple_tf.planning.plan_request import FOUND_LAST, PlanRequest
-from dapple_tf.planning.recompute_modes import recomputing_by_stage
-from dapple_tf.planning.relays import RelayGuess, better_ways
-from dapple_tf.planning.search import Candidate, Search, coarsened
+from dapple_tf.planning.plan_reasons import attempts, report, shortage
+from dapple_tf.planning.plan_request import AUTO, PlanRequest, has_chunks
+from dapple_tf.planning.pool import NEAR, TIE, Choice, PlanPool, best_of, simplest
+from dapple_tf.planning.reductions import competes
+from dapple_tf.planning.search import Candidate, Search, coarsened, pipeline_latency, stage_times
 from dapple_tf.planning.stage_cuts import by_time
-from dapple_tf.simulation.simulator import Trial, run, tried
+from dapple_tf.schedules.out_of_order import best_reverse_first_k
+from dapple_tf.schedules.policies import BUILT_IN
+from dapple_tf.schedules.policy import Placement, Policy
+from dapple_tf.simulation.simulator import run, tried
 
 _Arguments = ParamSpec("_Arguments")
 logger = logging.getLogger(__name__)
@@ -47,8 +56,6 @@ _WORK = 30_000
 """Number of tasks and transfers to simulate in one search, for a small cluster."""
 _GROUPS = 36
 """Number of places at which the search considers cuts; the local search then moves them layer by layer."""
-_NEAR = 1.2
-"""Plans that are certainly slower than the best by this factor aren't simulated to the end; others may be varied."""
 _COUNTS = 3
 """Number of counts of micro-batches that the search runs with; the others are left to the local search."""
 _FEW_DEVICES = 16
@@ -71,8 +78,30 @@ _DERIVING = 1.25
 """Work allowed for deriving them, on a small cluster, as a multiple of that for finding the stages."""
 _BY_STAGE = 3
 """Number of best plans whose stages get modes of their own, and of times that this is done with what comes of it."""
-_TIE = 1e-3
-"""Relative difference of latencies below which they count as equal."""
+_CHUNKS = (2, 4, 8, 16)
+"""Numbers of chunks of a replicated stage to try, as long as more are better."""
+_PARALLEL_CHUNKS = 8
+"""Number of chunks that data parallelism is tried with first."""
+_PROBED = 8
+"""Number of DAPPLE's plans of which a few variants are tried, beginning with the fastest apart from bubbles."""
+_VARIED = 2
+"""Number of DAPPLE's plans of which all variants are tried, if work is left."""
+_LEADING = 4
+"""Number of leading plans explored further: more variants, and their neighbours."""
+_LIKELY = 6
+"""Number of policies tried for the same stages where all are allowed."""
+_SORTING = 0.2
+"""Policies whose list scheduling takes a larger share of the work are skipped, unless they are likely to gain most."""
+_FEW = 4
+"""More stages on each device than this are tried as long as each one more makes a policy's step shorter."""
+_CLIMBING = 0.7
+"""Share of the work after which chunks are tried in the best plans, whose many stages take long to simulate."""
+_FOR_K = 0.25
+"""Additional share of the work that the search for k may take."""
+_HOPEFUL = 1.1
+"""Plans with several stages on a device aren't simulated if their estimate exceeds the best time by this factor."""
+_NOT_STRAIGHT = {policy for policy in BUILT_IN if Placement.STRAIGHT not in policy.planning.placements}
+"""Policies that aren't tried with one stage on each device."""
 
 _RIVAL = 2.0
 """Simple plans are tried if their expected step is at most this many times the best plan's."""
@@ -136,7 +165,7 @@ def find(request: PlanRequest) -> Plan:
     Raises:
         PlanError: as `plan`.
     """
-    return best_plans(request).best
+    return _searched(request).plan()
 
 
 def rivals(request: PlanRequest) -> list[Plan]:
@@ -147,13 +176,14 @@ def rivals(request: PlanRequest) -> list[Plan]:
         expected time; none if nothing fits.
     """
     try:
-        best, simple = best_plans(request)
+        search = _searched(request)
     except PlanError:  # Nothing fits.
         return []
+    best = search.plan()
     assert best.report is not None
     known = best.report
     timed = {best: known.latency}
-    for choice in simple:
+    for choice in search.simple():
         if choice.latency <= _RIVAL * known.latency and choice.plan not in timed:
             reasons = report(
                 request,
@@ -166,30 +196,18 @@ def rivals(request: PlanRequest) -> list[Plan]:
     return sorted(timed, key=lambda plan: timed[plan])
 
 
-class BestPlans(NamedTuple):
-    """The best plans of a request.
-
-    Attributes:
-        best: the best one.
-        simple: the best of data parallelism and the best on one device, where they fit and the request allows them.
-    """
-
-    best: Plan
-    simple: list[Choice]
-
-
-def best_plans(request: PlanRequest) -> BestPlans:
-    """Finds the best plan, and the best simple ones.
+def _searched(request: PlanRequest) -> _Planner:
+    """Returns the search for a request; the optimizer's slots are in shards if nothing fits otherwise.
 
     Raises:
         PlanError: as `plan`.
     """
     try:
-        return _Planner(request).plans()
+        return _Planner(request)
     except PlanError:
         if request.optimizer_shards is not None:
             raise
-    return _Planner(dataclasses.replace(request, optimizer_shards=True)).plans()
+    return _Planner(dataclasses.replace(request, optimizer_shards=True))
 
 
 class _Found(NamedTuple):
@@ -214,62 +232,87 @@ class _Found(NamedTuple):
 
 
 class _Planner:
-    """One search."""
+    """One search: DAPPLE's candidates by formula, climbing from them, and plans derived from the best.
+
+    Attributes:
+        pool: the simulated plans.
+        known: those under DAPPLE's policies, the fastest first.
+        dapple: the one of them to choose.
+        best: the plan to choose of all.
+    """
 
     def __init__(self, request: PlanRequest) -> None:
-        self.request, self.handed_on = request, RelayGuess(request)
-        self.profile, self.cluster = request.profile, request.cluster
-        self.choices: dict[tuple[Any, ...], Choice | None] = {}
+        """Searches.
+
+        Raises:
+            PlanError: nothing fits.
+        """
+        started = time.perf_counter()
+        self.request, self.profile, self.cluster = request, request.profile, request.cluster
         self.even_cuts: dict[int, list[str]] = {}
-        self.work = 0.0
-        self.fastest = math.inf
+        self.estimates: dict[Plan, float] = {}
         # Time may grow with the cluster: on a quick core 1 s on 16 devices, 5 s on 64, a minute on thousands.
         size = max(1.0, self.cluster.num_devices / 16)
-        self.allowed, self.deriving = _WORK * min(30.0, size), _DERIVING * _WORK * min(8.0, size)
         self.bar = Progress("planning")
+        self.pool = PlanPool(request, _WORK * min(30.0, size), self.bar.step)
         # Among schedules whose memory doesn't grow with M, the one with the most micro-batches in flight is hardly
         # ever slower than the others, so that it represents them until the last few plans are compared.
         self.quickest = max(request.searched, key=lambda policy: policy.planning.rank)
         # The one with the fewest.
         self.leanest = min(request.searched, key=lambda policy: (policy.needs_all, policy.planning.rank))
+        self._search_by_formula()
+        self.known = self.pool.ranked()
+        dapple = best_of(simplest(self.known, request.least_gain))
+        assert dapple is not None
+        self.best = self.dapple = dapple
+        if self._derives():
+            self.pool.allowed, self.pool.work = _DERIVING * _WORK * min(8.0, size), 0.0
+            self.best = self._out_of_order()
+        self.bar.close()
+        seconds = time.perf_counter() - started
+        count = len(self.pool.choices)
+        logger.info("planned %s in %.2f s, %d plans simulated", self.profile.model, seconds, count)
 
-    def plans(self) -> BestPlans:
-        started = time.perf_counter()
+    def plan(self) -> Plan:
+        """Returns the plan to choose, with K and its report."""
+        best = self.best.with_warm_up()
+        return dataclasses.replace(best.plan, report=self._report(best))
+
+    def _search_by_formula(self) -> None:
+        pool = self.pool
         candidates = self._candidates()
         self._data_parallel()
         alike: Counter[tuple[object, ...]] = Counter()
         # A simulation takes as many times the work as there are micro-batches: each number of them has its share.
-        share = 0.5 * self.allowed / max(1, len({entry.micro_batches for entry in candidates}))
+        share = 0.5 * pool.allowed / max(1, len({entry.micro_batches for entry in candidates}))
         spent: Counter[int] = Counter()
         for entry in self._interleaved(candidates):
-            if self.work > 0.5 * self.allowed:
+            if pool.work > 0.5 * pool.allowed:
                 break
             key = (entry.replicas, entry.micro_batches, entry.recompute)
             alike[key] += 1
             few = alike[key] <= _ALIKE or len(candidates) <= _FEW_PLANS
             if few and spent[entry.micro_batches] <= share:
-                before = self.work
+                before = pool.work
                 self._explore(entry.make())
-                spent[entry.micro_batches] += round(self.work - before)
+                spent[entry.micro_batches] += round(pool.work - before)
         self._one_device()
-        best = self._improved()
-        if best is None:
+        pool.climb(self._near)
+        self._recompute_by_stage()
+        for choice in pool.ranked()[:2]:
+            self._simulate_all(choice.plan)
+        pool.try_other_relays()
+        if not pool.ranked():
             # Stages of equal memory may fit where those that the formula prefers don't.
             for over, costs, _ in attempts(self.request):
                 if over <= 0:
                     self._simulate_all(costs.plan)
-            best = self._best()
-        if best is None:
+        if not pool.ranked():
             raise PlanError(shortage(self.request))
-        best = self._simplest()
-        derived = self._out_of_order(best) if self._derives() else None
-        self.bar.close()
-        seconds = time.perf_counter() - started
-        logger.info("planned %s in %.2f s, %d plans simulated", self.profile.model, seconds, len(self.choices))
-        if derived is not None:
-            best = derived.choice
-        best = best.with_warm_up()
-        return BestPlans(dataclasses.replace(best.plan, report=self._report(best, derived)), self._simple())
+
+    def _near(self) -> list[Choice]:
+        ranked = self.pool.ranked()
+        return [choice for choice in ranked[:_STARTS] if choice.latency <= _HOPELESS * ranked[0].latency]
 
     # ---- candidates
 
@@ -294,8 +337,7 @@ class _Planner:
                 recompute=mode,
                 shards=request.shards,
             )
-            best = self._best()
-            if best is not None and best.latency < search.least_seconds(request.batch):
+            if self.pool.fastest < search.least_seconds(request.batch):
                 continue  # not even without bubbles and transfers
             if mode not in even:
                 even[mode] = self._even_plans(mode)
@@ -313,8 +355,7 @@ class _Planner:
             for entry in itertools.islice(self._interleaved(fresh), _FIRST):
                 self._explore(entry.make())
             # L ignores the bubbles that too few micro-batches in flight cause.
-            best = self._best()
-            bound = max(bound, best.latency) if best is not None else math.inf
+            bound = max(bound, self.pool.fastest)
             candidates += fresh
             if not overlap and not search.memory_bound and request.named_modes is None:
                 break
@@ -363,7 +404,7 @@ class _Planner:
         if stages not in self.even_cuts:  # asked for with each number of micro-batches and each recomputation
             self.even_cuts[stages] = by_time(self.profile, stages, None if self.cluster.alike else speeds)
         plan = self.request.plan(self.even_cuts[stages], groups, micro_batches, recompute)
-        if relayed and not (plan := self.handed_on(plan)).relays:
+        if relayed and not (plan := self.pool.relayed(plan)).relays:
             return
         costs = self.request.costs(plan)
         holds = costs.holds or (micro_batches,)
@@ -392,14 +433,14 @@ class _Planner:
         for count in self.request.counts:
             if self.request.batch // count >= self.cluster.num_devices:
                 for mode in self.request.named_modes or ("none",):
-                    self._simulate(self.request.plan((), [devices], count, mode), certainly=True)
+                    self.pool.simulate(self.request.plan((), [devices], count, mode), certainly=True)
 
     def _one_device(self) -> None:
         """Simulates one device, the first of the fastest, so that comparisons come from the same simulator."""
         device = max(range(self.cluster.num_devices), key=lambda device: self.cluster.devices[device].speed)
         for count in self.request.counts:
             for mode in self.request.named_modes or ("none",):
-                self._simulate(self.request.plan((), [[device]], count, mode), certainly=True)
+                self.pool.simulate(self.request.plan((), [[device]], count, mode), certainly=True)
 
     # ---- simulation
 
@@ -410,110 +451,28 @@ class _Planner:
                 other = dataclasses.replace(plan, schedule=schedule)
             except PlanError:
                 continue  # A move of the user's own has given it options that this policy doesn't take.
-            self._simulate(other)
+            self.pool.simulate(other, share=math.inf)
 
     def _explore(self, plan: Plan) -> None:
         """Simulates a plan under the schedule that is likely to be best."""
-        choice = self._simulate(dataclasses.replace(plan, schedule=self.quickest))
+        choice = self.pool.simulate(dataclasses.replace(plan, schedule=self.quickest), share=math.inf)
         # Where memory lowers K, neighbouring stages may have equal K, and then wait for each other; P_A's falls by one
         # from stage to stage.
         limited = choice is None or choice.costs.warm_up != choice.plan.warm_up_counts()
         if limited:
-            self._simulate(dataclasses.replace(plan, schedule=self.leanest))
-
-    def _simulate(self, plan: Plan, *, certainly: bool = False) -> Choice | None:
-        """Returns the simulated plan; None if it doesn't fit in memory, or is hopeless and not wanted ``certainly``."""
-        plan = self.handed_on(dataclasses.replace(plan, backward_cuts=()))
-        if plan.num_stages == 1 and plan.policy.planning.formula:
-            plan = dataclasses.replace(plan, schedule=self.request.searched[0])
-        in_key = ("cuts", "devices", "micro_batches", "schedule")
-        others = tuple(value for name, value in plan.options.items() if name not in (*in_key, *FOUND_LAST))
-        key = (plan.cuts, plan.devices, plan.micro_batches, plan.schedule, *others)
-        if key in self.choices and (self.choices[key] is not None or not certainly):
-            return self.choices[key]
-        costs = self.request.costs(plan)
-        choice: Choice | None = None
-        try:
-            warm_up = costs.warm_up
-        except PlanError:
-            self.work += 20
-        else:
-            # Another of DAPPLE's policies with the same K is the same schedule.
-            alias = (*key[:3], warm_up if plan.policy.planning.formula else plan.policy, *others)
-            known = self.choices.get(alias)
-            if known is not None:
-                follows = {name: known.plan.options[name] for name in FOUND_LAST}
-                same = plan.with_options(**follows)
-                choice = dataclasses.replace(known, plan=same)
-            elif certainly or alias not in self.choices:
-                trial = tried(costs, math.inf if certainly else self.fastest * _NEAR)
-                choice = Choice.of(trial)
-                self.work += trial.work
-                if choice is not None:
-                    cuts = plan.num_stages == 1 or choice.gains_from_cuts(self.fastest)
-                    if cuts and self.request.allows("pieces"):
-                        choice = self._cut(choice, trial)
-                    self.fastest = min(self.fastest, choice.latency)
-            self.choices.setdefault(alias, choice)
-            self.bar.step(f"{len(self.choices)} plans simulated")
-        self.choices[key] = choice
-        return choice
-
-    def _cut(self, choice: Choice, trial: Trial) -> Choice:
-        """Returns the choice with its last backwards cut, so that all-reduces run during them, as far as that gains."""
-        best = choice
-        for other in cut_trials(choice.costs, trial):
-            self.work += other.work
-            cut = Choice.of(other)
-            if cut is not None and cut.latency < best.latency:
-                best = cut
-        return best
-
-    def _best(self) -> Choice | None:
-        """Returns the fastest; on a tie the simplest, then the one that needs the least memory."""
-        ranked = self._ranked()
-        if not ranked:
-            return None
-        close = [choice for choice in ranked if choice.latency <= ranked[0].latency * (1 + _TIE)]
-        return min(close, key=lambda choice: (choice.plan.num_stages, choice.plan.micro_batches, choice.memory))
-
-    def _simplest(self) -> Choice:
-        """Returns the plan to choose: the best one of the simplest kind over which all others gain too little."""
-        best = _best_of(simplest(self._ranked(), self.request.least_gain))
-        assert best is not None
-        return best
-
-    def _improved(self) -> Choice | None:
-        """Searches locally from the best plans: other micro-batches, cuts and devices moved between neighbours."""
-        tried: set[int] = set()
-        while self.work < self.allowed:
-            ranked = self._ranked()
-            near = [choice for choice in ranked[:_STARTS] if choice.latency <= _HOPELESS * ranked[0].latency]
-            start = next((choice for choice in near if id(choice) not in tried), None)
-            if start is None:
-                break
-            tried.add(id(start))
-            for neighbour in neighbours(start.plan, self.request):
-                if self.work > self.allowed:
-                    break
-                self._simulate(neighbour)
-        self._recompute_by_stage()
-        for choice in self._ranked()[:2]:
-            self._simulate_all(choice.plan)
-        for choice, better, _ in better_ways(self._ranked(), self.request):
-            self.fastest = min(self.fastest, better.latency)
-            self.choices |= {key: better for key, known in self.choices.items() if known is choice}
-        return self._best()
+            self.pool.simulate(dataclasses.replace(plan, schedule=self.leanest), share=math.inf)
 
     def _recompute_by_stage(self) -> None:
         """Lets stages of the best plans keep what their own memory suffices for, even if no work is left."""
         for _ in range(_BY_STAGE):
-            fastest = self.fastest
-            for start in self._ranked()[:_BY_STAGE]:
+            fastest = self.pool.fastest
+            for start in self.pool.ranked()[:_BY_STAGE]:
                 for other in recomputing_by_stage(start.plan, self.request):
-                    self._simulate(other)
-            if self.fastest == fastest:
+                    self.pool.simulate(other, share=math.inf)
+            if self.pool.fastest == fastest:
                 break
+
+    # ---- plans that aren't DAPPLE's
 
     def _derives(self) -> bool:
         """Returns whether to search plans besides DAPPLE's; on one device, without any gain, only if asked."""
@@ -522,36 +481,177 @@ class _Planner:
         asked |= not any(policy.planning.formula for policy in request.schedules)
         return request.out_of_order and (asked or self.cluster.num_devices > 1)
 
-    def _out_of_order(self, best: Choice) -> Derivation:
-        """Returns the best plan under the policies that were asked for, derived from the best ones of DAPPLE's."""
-        search = OutOfOrderSearch(self.request, self.deriving, self.bar.step)
+    def _out_of_order(self) -> Choice:
+        """Returns the best plan under the policies that were asked for, derived from the best ones of DAPPLE's.
+
+        Raises:
+            PlanError: none fits.
+        """
+        request, pool, bases = self.request, self.pool, self._bases()
+        pool.restrict(self.dapple)
+        mode = leanest(stage.recompute for stage in bases[0].stages)
+        starts = dict.fromkeys([*bases, *even_plans(request, mode)])
+        # DAPPLE's best plan first, to know what there is to gain.
+        ranked = sorted(starts, key=lambda base: (base != bases[0], self._estimate(base)))[:_PROBED]
+        probed = [(self._probe(base), index) for index, base in enumerate(ranked)]
+        for _, index in sorted(entry for entry in probed if entry[0] < math.inf)[:_VARIED]:
+            self._vary(ranked[index])
+        pool.climb(self._leaders, _CLIMBING, eager=True)
+        self._combine()
+        pool.climb(self._leaders, eager=True)
+        self._order_bw_of_first_stages()
+        pool.try_other_relays()
+        best = pool.ranked()
+        if not best:
+            raise PlanError(
+                f"no plan under {', '.join(map(str, request.schedules))} fits these devices and their memory, but one "
+                f"under {self.dapple.plan.schedule} does: allow that as well, such as with schedule='auto'"
+            )
+        limit = best[0].latency * (1 + TIE)
+        if self.dapple in best:
+            if self.dapple.latency <= best[0].latency * (1 + request.least_gain):
+                return self.dapple
+            limit = min(limit, self.dapple.latency)
+        chosen = best_of(best, limit)
+        assert chosen is not None
+        return chosen
+
+    def _leaders(self) -> list[Choice]:
+        return self.pool.leaders(_LEADING)
+
+    def _bases(self) -> list[Plan]:
+        """Returns the plans of DAPPLE's from which others are derived: the best, and unlike ones."""
         kinds: dict[tuple[object, ...], Plan] = {}
-        for choice in self._ranked():
+        for choice in self.known:
             kinds.setdefault((choice.plan.replicas, choice.plan.micro_batches), choice.plan)
         different: dict[tuple[int, ...], Plan] = {}
         for plan in kinds.values():
             different.setdefault(plan.replicas, plan)
         parallel = [plan for replicas, plan in different.items() if replicas == (self.cluster.num_devices,)]
-        bases = dict.fromkeys([best.plan, *parallel, *list(different.values())[: _BASES // 2], *kinds.values()])
-        derived = search.run([*bases][:_BASES])
-        if derived is None:
-            raise PlanError(
-                f"no plan under {', '.join(map(str, self.request.schedules))} fits these devices and their memory, but "
-                f"one under {best.plan.schedule} does: allow that as well, such as with schedule='auto'"
+        unlike = list(different.values())[: _BASES // 2]
+        bases = dict.fromkeys([self.dapple.plan, *parallel, *unlike, *kinds.values()])
+        return [*bases][:_BASES]
+
+    def _probe(self, base: Plan) -> float:
+        """Returns the least latency of a few plans that follow from one of DAPPLE's; infinite if none is known."""
+        choices = self.pool.all(same_stages(base, self.request, self.request.straight[:1]))
+        for policy, count in itertools.islice(stages_per_device(base, self.request), 1):
+            choices += self.pool.all(self._worth(more_stages(base, self.request, policy, count)))
+        if self.request.chunks and (base.num_stages == 1 or not choices) and self._may_gain_from_chunks(choices):
+            choices += self.pool.all(with_chunks(base, self.request, _PARALLEL_CHUNKS))
+        return min((choice.latency for choice in choices), default=math.inf)
+
+    def _worth(self, plans: Iterable[Plan]) -> Iterator[Plan]:
+        """Yields the plans whose estimates may be among the best."""
+        return (plan for plan in plans if self._estimate(plan) <= self.pool.fastest * _HOPEFUL)
+
+    def _vary(self, base: Plan) -> None:
+        """Tries all plans that follow directly from a plan."""
+        least: dict[Policy, float] = {}
+        for policy, count in stages_per_device(base, self.request):
+            if self.pool.work <= self.pool.allowed and (count <= _FEW or policy in least):
+                choices = self.pool.all(self._worth(more_stages(base, self.request, policy, count)))
+                seconds = min((choice.latency for choice in choices), default=math.inf)
+                if seconds < least.get(policy, math.inf):
+                    least[policy] = seconds
+                elif count >= _FEW:
+                    least.pop(policy, None)
+        policies = self.request.straight
+        if set(BUILT_IN) - set(policies) <= _NOT_STRAIGHT:
+            policies = policies[:_LIKELY]  # the others are hardly ever better
+        for plan in same_stages(base, self.request, policies):
+            if self.pool.ordering(plan) <= _SORTING * self.pool.allowed:
+                self.pool.all([plan])
+
+    def _combine(self) -> None:
+        """Tries chunks in the best plans without them (section 6 of Out-Of-Order BackProp)."""
+        if self.request.chunks:
+            for place, choice in enumerate(self._leaders()):
+                # Where weight gradients fill bubbles, smaller ones fill them better.
+                if not place or self._may_gain_from_chunks([choice]):
+                    self._more_chunks(choice.plan, choice.latency)
+
+    def _may_gain_from_chunks(self, choices: Sequence[Choice]) -> bool:
+        """Returns whether chunks of these plans may be the fastest: they can only save what follows the last task."""
+        if self.request.first_k not in (0, AUTO):
+            return True  # the request asks for chunks
+        return not choices or any(choice.gains_from_cuts(self.pool.fastest) for choice in choices)
+
+    def _more_chunks(self, plan: Plan, seconds: float) -> None:
+        """Doubles the number of chunks of a plan that takes ``seconds``, as long as that makes its step shorter."""
+        for chunks in _CHUNKS:
+            choices = self.pool.all(with_chunks(plan, self.request, chunks))
+            least = min((choice.latency for choice in choices), default=math.inf)
+            if least > seconds * (1 - TIE) or self.pool.work > self.pool.allowed:
+                return
+            seconds = least
+
+    def _order_bw_of_first_stages(self) -> None:
+        """Tries reverse first-k, with carried updates, in the best plans that reduce gradients chunk by chunk."""
+        if not self.request.first_k:
+            return
+        cut = [choice for choice in self.pool.ranked() if has_chunks(choice.plan) and _splits(choice.plan)]
+        # What comes after the last task may be hidden, and the better the more chunks there are.
+        cut.sort(
+            key=lambda choice: (round((choice.latency - choice.tail) / self.pool.fastest, 3), -choice.plan.num_stages)
+        )
+        parallel = [choice for choice in cut if len(set(choice.plan.devices)) == 1]
+        near = [choice for choice in cut if choice.latency <= NEAR * self.pool.fastest]
+        for choice in dict.fromkeys([*near[:1], *parallel[:1], *near[1:2]]):
+            if least_seconds(choice.costs) >= self.pool.fastest * (1 - TIE):
+                continue  # in any order
+            # A stage whose weights others share can't be updated before these have their gradients.
+            own = all(len(reduction.stages) == 1 for reduction in choice.costs.reductions)
+            self._search_k(choice.plan, own and self.request.allows("carried_updates"))
+
+    def _search_k(self, plan: Plan, carries: bool) -> None:
+        """Searches k by simulated throughput as the paper does (section 5.1), and likewise the updates to carry over.
+
+        The gradients of the first k stages are reduced last, stage 0's first; the next step's forward needs those at
+        the end of this order last.
+        """
+
+        def throughput(k: int, carried: int) -> float:
+            order = "first_layers" if carried else "completion"
+            trial = dataclasses.replace(plan, reverse_first_k=k, carried_updates=carried, reduction_order=order)
+            choice = self.pool.simulate(trial, share=1 + _FOR_K)
+            return 0.0 if choice is None or not choice.latency else plan.global_batch_size / choice.latency
+
+        def best_throughput(k: int) -> float:
+            return max(throughput(k, carried) for carried in ({0, (k + 1) // 2, k} if carries else {0}))
+
+        k = plan.reverse_first_k
+        if self.request.first_k == AUTO:
+            most = largest_reverse_first_k(plan, self.request.profile, self.request.cluster)
+            k = best_reverse_first_k(min(plan.num_stages, most + 1), best_throughput)
+        if carries:
+            best_reverse_first_k(plan.num_stages + 1, lambda carried: throughput(k, carried))
+
+    def _estimate(self, plan: Plan) -> float:
+        """Estimates the seconds of a step with bubbles of the first and last micro-batch alone.
+
+        Formula 1 of DAPPLE (section 4.1) for orders in which Bw fill bubbles.
+        """
+        if plan not in self.estimates:
+            costs = self.request.costs(self.pool.relayed(plan))
+            times = stage_times(costs)
+            per_device = plan.num_stages / len(set(plan.devices))
+            self.estimates[plan] = (
+                least_seconds(costs)
+                + sum(time.forward for time in times[::2]) / per_device
+                + sum(time.forward + time.backward for time in times[1::2])
+                + max(time.all_reduce for time in times)
             )
-        return Derivation(derived, search.origin[derived.plan], search.dapple())
+        return self.estimates[plan]
 
-    def _ranked(self) -> list[Choice]:
-        """Returns the simulated plans, the fastest first."""
-        choices = {id(choice): choice for choice in self.choices.values() if choice is not None}
-        return sorted(choices.values(), key=lambda choice: choice.latency)
+    # ---- results
 
-    def _simple(self) -> list[Choice]:
+    def simple(self) -> list[Choice]:
         """Returns the best plan of data parallelism and of one device, as far as the request allows them."""
         request, simple = self.request, []
         policies = request.for_one_stage
         for count in (self.cluster.num_devices, 1) if policies else ():
-            choice = _best_of([choice for choice in self._ranked() if choice.plan.replicas == (count,)])
+            choice = best_of([choice for choice in self.known if choice.plan.replicas == (count,)])
             if choice is not None and choice.plan.policy not in policies:
                 # The search has used one of DAPPLE's policies in place of those.
                 plan = dataclasses.replace(choice.plan, schedule=policies[0])
@@ -559,23 +659,24 @@ class _Planner:
             simple += [] if choice is None else [choice.with_warm_up()]
         return simple
 
-    def _report(self, best: Choice, derived: Derivation | None) -> PlanReport:
-        ranked = self._ranked()
-        replicas = best.plan.replicas if derived is None else derived.origin.replicas
-        runner_up = next((choice for choice in ranked if choice.plan.replicas != replicas), None)
-        single = next((choice for choice in ranked if choice.plan.replicas == (1,)), None)
-        parallel = next((choice for choice in ranked if choice.plan.replicas == (self.cluster.num_devices,)), None)
+    def _report(self, best: Choice) -> PlanReport:
+        def first(wanted: Callable[[Plan], bool]) -> Choice | None:
+            return next((choice for choice in self.known if wanted(choice.plan)), None)
+
+        replicas = tuple(map(len, dict.fromkeys(best.plan.devices)))
+        runner_up = first(lambda plan: plan.replicas != replicas)
+        single = first(lambda plan: plan.replicas == (1,))
+        parallel = first(lambda plan: plan.replicas == (self.cluster.num_devices,))
         return report(
             self.request,
             run(best.costs),
             runner_up=None if runner_up is None else (runner_up.plan, runner_up.latency),
             data_parallel=None if parallel is None else parallel.latency,
             one_device=None if single is None else single.latency,
-            derived=derived,
+            dapple=self.dapple if self._derives() else None,
         )
 
 
-def _best_of(ranked: Sequence[Choice]) -> Choice | None:
-    """Returns the fastest of plans of a kind, the fastest of which comes first; on a tie that of the fewest slices."""
-    close = [choice for choice in ranked if choice.latency <= ranked[0].latency * (1 + _TIE)]
-    return min(close, key=lambda choice: (choice.plan.micro_batches, choice.memory), default=None)
+def _splits(plan: Plan) -> bool:
+    """Returns whether the backwards of a plan's first stages are known to be splittable."""
+    return plan.policy.reverses and plan.policy.splits is not None

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.plan_checks import refused
 from dapple_tf.describe.profile import Profile
-from dapple_tf.planning.choice import Choice
 from dapple_tf.planning.plan_request import PlanRequest
-from dapple_tf.simulation.cost import CostModel
-from dapple_tf.simulation.legs import Leg, legs_of
-from dapple_tf.simulation.simulator import tried
+from dapple_tf.simulation.cost import Leg, legs_of
 
 _LEAST_GAIN = 0.05
 """The least time that relays must save at the busiest port to be guessed, as a fraction of a device's computation."""
-_BEST = 12
-"""Number of best plans that are simulated with relays and without."""
 
 
 class RelayGuess:
     """Guesses which plans gain from relays, before anything is simulated: where these relieve the busiest port.
 
-    Tensors also wait at relays, so that a guess may be wrong: `better_ways` tries the opposite.
+    Tensors also wait at relays, so that a guess may be wrong: `other_way` is the opposite.
     """
 
     def __init__(self, request: PlanRequest) -> None:
@@ -64,33 +59,12 @@ class RelayGuess:
         return _handing_on(relayed) if saved > _LEAST_GAIN * computing else ()
 
 
-def better_ways(choices: Sequence[Choice], request: PlanRequest) -> Iterator[tuple[Choice, Choice, bool]]:
-    """Yields the best plans with relays where they have none, or without where they have some, and whether that fits.
-
-    Only those that are faster than the plan as it is.
-
-    Args:
-        choices: simulated plans, the fastest first.
-        request: the profile and the cluster.
-    """
+def other_way(plan: Plan, request: PlanRequest) -> Plan | None:
+    """Returns a plan with relays if it has none, or without if it has some; None if there is no other way."""
     if not (request.allows("relays") and _read_by_several(request.profile)):
-        return
-    for choice in choices[:_BEST]:
-        plan = choice.plan
-        relays = () if plan.relays else relays_of(request.costs(_all(plan)))
-        if relays or plan.relays:
-            try:
-                trial = tried(request.costs(plan.with_options(relays=relays)), choice.latency)
-            except PlanError:
-                continue  # What waits on its way needs memory.
-            other = Choice.of(trial)
-            if other is not None and trial.simulation is not None and other.latency < choice.latency:
-                yield choice, other, trial.simulation.fits
-
-
-def relays_of(costs: CostModel) -> tuple[int, ...]:
-    """Returns the stages of a plan that have anything to hand on."""
-    return _handing_on(costs.legs)
+        return None
+    relays = () if plan.relays else _handing_on(request.costs(_all(plan)).legs)
+    return plan.with_options(relays=relays) if relays or plan.relays else None
 
 
 def _handing_on(legs: Sequence[Leg]) -> tuple[int, ...]:

@@ -14,10 +14,9 @@ from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile
 from dapple_tf.describe.stage_plan import StagePlan
 from dapple_tf.errors import DappleError
-from dapple_tf.planning.features import WITH_ALL_GRADIENTS
-from dapple_tf.planning.plan_request import LEAST_GAIN
+from dapple_tf.planning.moves import leanest
+from dapple_tf.planning.plan_request import LEAST_GAIN, WITH_ALL_GRADIENTS
 from dapple_tf.planning.planner import plan_anew
-from dapple_tf.planning.recompute_modes import leanest
 from dapple_tf.schedules.policy import Policy
 from dapple_tf.simulation.simulator import simulate
 

@@ -13,6 +13,8 @@ balanced ideally, and the one with the smallest bottleneck.
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
 import itertools
 import math
 from collections import Counter
@@ -25,7 +27,251 @@ import numpy.typing as npt
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.placement import Links, Placements
-from dapple_tf.planning.stage_ranges import Floats, stage_ranges
+from dapple_tf.simulation.activities import reduction_pieces
+from dapple_tf.simulation.cost import CostModel
+from dapple_tf.simulation.stage_cost import MIN_CUT_SHARE
+
+
+class StageTime(NamedTuple):
+    """Seconds of one stage for one micro-batch. A network stage has a transfer's times and no all-reduce.
+
+    Attributes:
+        forward: F_s.
+        backward: B_s.
+        all_reduce: AR(P_s, g_s), with the optimizer's update that follows it.
+    """
+
+    forward: float
+    backward: float
+    all_reduce: float = 0.0
+
+
+class PipelineLatency(NamedTuple):
+    """Seconds of the three phases of a step, and the pivot stage that they were computed with.
+
+    Attributes:
+        warm_up: T_w, until the pivot stage has run its first forward.
+        steady: T_s.
+        ending: T_e, with the all-reduces.
+        pivot: Q, the stage with the fewest bubbles.
+    """
+
+    warm_up: float
+    steady: float
+    ending: float
+    pivot: int
+
+    @property
+    def latency(self) -> float:
+        """L = T_w + T_s + T_e."""
+        return self.warm_up + self.steady + self.ending
+
+
+def pivot_stage(stages: Sequence[StageTime], micro_batches: int) -> int:
+    """Returns Q, the stage that dominates the steady phase (formula 3 and algorithm 1).
+
+    From the last stage backwards, a stage s takes the place of Q when its own steady phase is longer than that of Q
+    with the work between the two: (M - 1) (F_s + B_s) > (M - 1) (F_Q + B_Q) + sum of F + B from s + 1 to Q - 1.
+    """
+    rounds = micro_batches - 1
+    pivot = len(stages) - 1
+    between = 0.0
+    for index in range(len(stages) - 2, -1, -1):
+        own = rounds * (stages[index].forward + stages[index].backward)
+        if own > rounds * (stages[pivot].forward + stages[pivot].backward) + between:
+            pivot, between = index, 0.0
+        else:
+            between += stages[index].forward + stages[index].backward
+    return pivot
+
+
+def pipeline_latency(stages: Sequence[StageTime], micro_batches: int) -> PipelineLatency:
+    """Returns the phases of L of a pipeline (formulas 1 and 2).
+
+        T_w = sum of F_s for s = 0..Q
+        T_s = (M - 1) (F_Q + B_Q)
+        T_e = max over s of AR_s + (sum of B_a for a = s..Q  if s <= Q  else  - sum of B_a for a = Q..s)
+
+    Args:
+        stages: computation stages and, between them, network stages.
+        micro_batches: M.
+    """
+    pivot = pivot_stage(stages, micro_batches)
+    warm_up = sum(stage.forward for stage in stages[: pivot + 1])
+    steady = (micro_batches - 1) * (stages[pivot].forward + stages[pivot].backward)
+    endings = []
+    for index, stage in enumerate(stages):
+        low, high = min(index, pivot), max(index, pivot)
+        work = sum(other.backward for other in stages[low : high + 1])
+        endings.append(stage.all_reduce + (work if index <= pivot else -work))
+    return PipelineLatency(warm_up, steady, max(endings), pivot)
+
+
+def stage_times(costs: CostModel) -> list[StageTime]:
+    """Returns the computation stages and the network stages between them, as formula 2 takes them."""
+    cluster, plan = costs.cluster, costs.plan
+    timed_stages: list[StageTime] = []
+    for stage, devices in enumerate(plan.devices):
+        if stage:
+            timed_stages.append(
+                StageTime(*(_transfer_seconds(costs, stage - 1, backward=back) for back in (False, True)))
+            )
+        cost = costs.stages[stage]
+        start = costs.profile.task_seconds
+        times = []
+        for part in (cost.forward, cost.backward):
+            slices = costs.slices(stage, 0)
+            times.append(
+                max(
+                    (start + part.at(costs.profile.timed_samples(interval.size))) / cluster.devices[device].speed
+                    for interval, device in zip(slices, devices, strict=True)
+                )
+            )
+        reduced = 0.0  # after the last backward
+        for number, item in enumerate(costs.reductions):
+            if stage in item.stages:
+                end = 0.0
+                for share, size in reduction_pieces(costs, number):
+                    end = max(end, share * times[1]) + costs.reduction_seconds(item, size)
+                reduced += end - times[1]
+        timed_stages.append(
+            StageTime(times[0], times[1], reduced + max(costs.apply_seconds(stage, d) for d in devices))
+        )
+    return timed_stages
+
+
+def _transfer_seconds(costs: CostModel, stage: int, *, backward: bool) -> float:
+    """Returns the seconds to send all that crosses the cut after a stage, for one micro-batch: the busiest link's."""
+    cluster, plan = costs.cluster, costs.plan
+    loads: dict[tuple[str, int], float] = {}
+    latency = 0.0
+    for producer, consumer in costs.routes:
+        if producer > stage or consumer <= stage:
+            continue
+        ends = (consumer, producer) if backward else (producer, consumer)
+        for message in costs.messages(producer, consumer, 0, backward=backward):
+            source, target = plan.devices[ends[0]][message.sender], plan.devices[ends[1]][message.receiver]
+            link = cluster.link(source, target)
+            a, b = cluster.devices[source].server, cluster.devices[target].server
+            ports = (("out", source), ("in", target)) if a == b else (("card out", a), ("card in", b))
+            for port in ports:
+                loads[port] = loads.get(port, 0.0) + message.bytes / link.bandwidth
+            latency = max(latency, link.latency)
+    return max(loads.values(), default=0.0) + latency
+
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclasses.dataclass(frozen=True)
+class StageRanges:
+    """Sums over the layers of each possible stage, as arrays over (first group, group after the last).
+
+    Pairs are a fixed part and one per sample, as of a `Cost`.
+
+    Attributes:
+        forward: seconds of F.
+        backward: seconds of B, recomputation included.
+        residual: bytes kept from F to B, those that enter the stage included.
+        working: bytes that a running task needs beyond these.
+        parameters: bytes of trainable variables, shared ones included.
+        stored: bytes of variables, slots and gradients.
+        slots: those of them that are the optimizer's.
+        apply: seconds of the update.
+        entering: bytes of the boundary before each first group.
+        returning: bytes of its gradients.
+        tables: the part of the parameters of which only rows are looked up.
+        table_slots: the slots of these.
+        rows: bytes of the rows that are looked up.
+    """
+
+    forward: tuple[Floats, Floats]
+    backward: tuple[Floats, Floats]
+    residual: tuple[Floats, Floats]
+    working: tuple[Floats, Floats]
+    parameters: Floats
+    stored: Floats
+    slots: Floats
+    apply: Floats
+    entering: tuple[Floats, Floats]
+    returning: tuple[Floats, Floats]
+    tables: Floats
+    table_slots: Floats
+    rows: tuple[Floats, Floats]
+
+
+def stage_ranges(profile: Profile, ends: Sequence[int], recompute: str) -> StageRanges:
+    """Returns the sums for stages between these positions (`coarsened`), with one recomputation for all."""
+    starts = [0, *ends]
+    count = len(ends) + 1
+
+    def sums(values: Sequence[float] | Floats) -> Floats:
+        total = np.concatenate([[0.0], np.cumsum(np.asarray(values, float))])[starts]
+        return np.asarray(total[None, :] - total[:, None])
+
+    def costs(name: str) -> tuple[Floats, Floats]:
+        layer_costs = [getattr(layer, name) for layer in profile.layers]
+        return sums([cost.fixed for cost in layer_costs]), sums([cost.per_sample for cost in layer_costs])
+
+    def crossing(backward: bool) -> tuple[Floats, Floats]:
+        cut = [(0.0, 0.0)] + [(pair[backward].fixed, pair[backward].per_sample) for pair in profile.crossing]
+        array = np.array(cut)[starts]
+        return array[:, 0], array[:, 1]
+
+    forward, backward, residual = costs("forward"), costs("backward"), costs("residual_bytes")
+    entering, returning = crossing(False), crossing(True)
+    temporary = [layer.temporary_bytes for layer in profile.layers]
+    working = [np.zeros((count, count)), np.zeros((count, count))]
+    for part, values in enumerate(([c.fixed for c in temporary], [c.per_sample for c in temporary])):
+        peaks = [max(values[a:b], default=0.0) for a, b in itertools.pairwise(starts)]
+        for first in range(count - 1):
+            working[part][first, first + 1 :] = np.maximum.accumulate(peaks[first:])
+    if recompute == "boundary":
+        later = _needed_later(profile, starts)
+        again = [np.maximum(0.0, whole - part) for whole, part in zip(costs("all_again"), later, strict=True)]
+        backward = (backward[0] + again[0], backward[1] + again[1])
+        working = [working[0] + residual[0], working[1] + residual[1]]
+        residual = (np.zeros((count, count)), np.zeros((count, count)))
+    elif recompute == "min_cut":
+        backward = (backward[0] + MIN_CUT_SHARE * forward[0], backward[1] + MIN_CUT_SHARE * forward[1])
+        least = [layer.min_cut_residual_bytes or layer.residual_bytes for layer in profile.layers]
+        residual = sums([cost.fixed for cost in least]), sums([cost.per_sample for cost in least])
+    residual = (residual[0] + entering[0][:, None], residual[1] + entering[1][:, None])
+    parameters = sums([layer.parameter_bytes for layer in profile.layers])
+    slots = sums([layer.slot_bytes for layer in profile.layers])
+    state = sums([layer.state_bytes for layer in profile.layers])
+    for group in profile.shared:
+        users = np.zeros(len(profile.layers))
+        users[list(group.layers)] = 1
+        used = sums(users) > 0
+        parameters = parameters + used * group.parameter_bytes
+        slots = slots + used * group.slot_bytes
+    apply = sums([layer.apply_seconds for layer in profile.layers])
+    tables = sums([layer.table_bytes for layer in profile.layers])
+    table_slots = sums([layer.table_slot_bytes for layer in profile.layers])
+    return StageRanges(
+        forward, backward, residual, (working[0], working[1]), parameters, 2 * parameters + slots + state, slots, apply,
+        entering, returning, tables, table_slots, costs("row_bytes"),
+    )  # fmt: skip
+
+
+def _needed_later(profile: Profile, starts: Sequence[int]) -> tuple[Floats, Floats]:
+    """Returns the time of the part of F that each possible stage's B needn't compute again, as arrays of `StageRanges`.
+
+    Args:
+        profile: the layers.
+        starts: the first layer of each group, and the number of layers.
+    """
+    count = len(starts)
+    fixed, per_sample = np.zeros((count, count)), np.zeros((count, count))
+    for index, layer in enumerate(profile.layers):
+        for later in layer.needed_later:
+            # Stages that begin up to the layer, and end after it but before the one that needs the part.
+            first, last = bisect.bisect_right(starts, index), bisect.bisect_right(starts, later.layer)
+            fixed[:first, first:last] += layer.all_again.fixed * later.share
+            per_sample[:first, first:last] += layer.all_again.per_sample * later.share
+    return fixed, per_sample
+
 
 Ints = npt.NDArray[np.int64]
 

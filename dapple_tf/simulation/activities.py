@@ -11,8 +11,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from dapple_tf.simulation.cost import CostModel, Message
-from dapple_tf.simulation.legs import Leg
+from dapple_tf.simulation.cost import CostModel, Leg, Message
 from dapple_tf.view.timeline import ALL_REDUCE, SEND
 from graph_passes.ir.tasks import Phase, Schedule, Task, piece_order
 
@@ -65,6 +64,8 @@ class ActivityGraph:
         early: task -> the reductions whose gradients are complete before its end, and after which fraction of its time.
         ends: the tasks that complete gradients on their devices.
         first: what waits for nothing but isn't a task, in the order of its start.
+        updates: (device, stage) -> its update.
+        reduced: (reduction, device) -> the updates that wait for it.
         base: the number of the first reduction; those before don't depend on how backwards are cut.
         num_ports: number of ports.
     """
@@ -279,7 +280,7 @@ class ActivityGraph:
         self._before = {number: self.after[number] for number in self.ends}
         self.early: dict[int, list[tuple[int, float]]] = {}
         parts = self._add_reductions(reduction_order)
-        updates = self._add_updates(parts)
+        updates = self.updates = self._add_updates(parts)
         for task, stages in ends.items():
             number = self.number(task)
             for stage in stages:
@@ -359,11 +360,13 @@ class ActivityGraph:
                 for task in waits.get(stage, ()):
                     if task.replica == replica:
                         self._wait(self.number(task), number)
-        units = {unit: stage for stage in parts for unit in parts[stage]}
-        for unit in sorted(units):
-            for stage in self.costs.reductions[self.activities[unit].reduction or 0].stages:
+        self.reduced: dict[tuple[int, int], set[int]] = {}
+        for unit in sorted({unit for units in parts.values() for unit in units}):
+            reduction = self.activities[unit].reduction or 0
+            for stage in self.costs.reductions[reduction].stages:
                 for device, _ in self._members[stage]:
                     self._wait(updates[device, stage], unit)
+                    self.reduced.setdefault((reduction, device), set()).add(updates[device, stage])
         return updates
 
 

@@ -15,17 +15,16 @@ from typing import NamedTuple
 
 from dapple_tf.common.units import gib
 from dapple_tf.describe.cluster import Cluster
-from dapple_tf.describe.layer_profile import Cost
+from dapple_tf.describe.layer_profile import ZERO, Cost
 from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.describe.profile import Profile
+from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.schedules.schedule_request import ScheduleRequest
 from dapple_tf.schedules.schedules import ScheduleError, in_flight_limits, order_tasks
 from dapple_tf.simulation.all_reduce import AllReduceTime, all_reduce_time, exchange_time
 from dapple_tf.simulation.device_memory import DeviceNeed, device_needs, stored_bytes
-from dapple_tf.simulation.legs import Leg, legs_of
 from dapple_tf.simulation.stage_cost import StageCost, StageCosts, weight_gradient
 from graph_passes.ir.batching import Interval, intervals, overlaps, split_evenly
-from graph_passes.ir.tasks import Phase, Schedule, Task
+from graph_passes.ir.tasks import Phase, Schedule, Task, sources_of
 
 __all__ = [
     "CostModel",
@@ -44,6 +43,37 @@ class Message(NamedTuple):
     sender: int
     receiver: int
     bytes: float
+
+
+class Leg(NamedTuple):
+    """The way of some tensors from one stage to the next that reads them; their gradients return over it.
+
+    Attributes:
+        number: its position in `CostModel.legs`.
+        sender: the stage that makes the tensors, or hands them on.
+        receiver: the stage that gets them.
+        forward: bytes of a slice.
+        backward: bytes of its gradients.
+        differentiable: whether any of the tensors has a gradient.
+        source: number of the leg over which the sender gets the tensors; None if it makes them.
+        onward: numbers of the legs over which the receiver hands them on.
+        tensors: positions of the tensors in the profile.
+    """
+
+    number: int
+    sender: int
+    receiver: int
+    forward: Cost
+    backward: Cost
+    differentiable: bool
+    source: int | None = None
+    onward: tuple[int, ...] = ()
+    tensors: tuple[int, ...] = ()
+
+    @property
+    def sums(self) -> bool:
+        """Whether the receiver adds up gradients before it sends them back."""
+        return bool(self.onward) and self.differentiable
 
 
 @dataclass(frozen=True)
@@ -153,18 +183,6 @@ class CostModel:
         """Legs over which each stage sends its tensors, and receives their gradients."""
         made = [leg for leg in self.legs if leg.source is None]
         return tuple(tuple(leg for leg in made if leg.sender == stage) for stage in range(len(self.stages)))
-
-    def inputs(self, stage: int, phase: Phase, split: bool) -> tuple[Leg, ...]:
-        """Returns the legs over which a task receives tensors or gradients, its predecessors in other stages.
-
-        Args:
-            stage: the task's.
-            phase: the task's.
-            split: whether the stage's backward is Bx and Bw.
-        """
-        if phase is Phase.FORWARD:
-            return self.incoming[stage]
-        return self.outgoing[stage] if phase is self.gradient_phase(stage, split) else ()
 
     def seconds(self, task: Task, device: int | None = None) -> float:
         """Returns the undisturbed seconds of a task on its device, or on ``device``."""
@@ -570,6 +588,66 @@ class CostModel:
     @property
     def _request(self) -> ScheduleRequest:
         return self.plan.request.within(self.holds, len(self.micro_batches))
+
+
+# ---- how tensors travel
+
+
+_Ends = tuple[int, int, tuple[int, ...]]
+"""Sender, receiver, and all readers of tensors that are handed on; no readers for what comes from its maker alone."""
+
+
+def legs_of(profile: Profile, plan: Plan, stage_of: Sequence[int]) -> tuple[Leg, ...]:
+    """Returns the legs of a plan's tensors, ordered by their ends.
+
+    Tensors of one maker and the same readers travel together where relays hand them on; all others of two stages do.
+
+    Args:
+        profile: the tensors between layers.
+        plan: its relays and devices.
+        stage_of: each layer's stage.
+    """
+    tensors: dict[_Ends, list[tuple[int, Tensor]]] = {}
+    before: dict[_Ends, _Ends | None] = {}  # the leg over which the sender gets them
+    for position, tensor in enumerate(profile.tensors):
+        maker = stage_of[tensor.producer]
+        readers = tuple(sorted({stage_of[layer] for layer in tensor.consumers} - {maker}))
+        if plan.relays:
+            sources = sources_of(maker, readers, plan.relays, plan.devices)
+        else:
+            sources = dict.fromkeys(readers, maker)
+        bundle = (maker, *readers) if any(source != maker for source in sources.values()) else ()
+        for reader, source in sources.items():
+            ends = (source, reader, bundle)
+            tensors.setdefault(ends, []).append((position, tensor))
+            before[ends] = None if source == maker else (sources[source], source, bundle)
+    order = sorted(tensors)
+    numbers = {ends: number for number, ends in enumerate(order)}
+    onward: dict[_Ends | None, list[int]] = {}
+    for ends in order:
+        onward.setdefault(before[ends], []).append(numbers[ends])
+    legs = []
+    for ends in order:
+        came, (positions, own) = before[ends], zip(*tensors[ends], strict=True)
+        forward = _sum([tensor.bytes for tensor in own])
+        back = [tensor.bytes for tensor in own if tensor.differentiable]
+        legs.append(
+            Leg(
+                numbers[ends],
+                *ends[:2],
+                forward,
+                forward if len(back) == len(own) else _sum(back),
+                bool(back),
+                None if came is None else numbers[came],
+                tuple(onward.get(ends, ())),
+                tuple(positions),
+            )
+        )
+    return tuple(legs)
+
+
+def _sum(costs: Sequence[Cost]) -> Cost:
+    return sum(costs[1:], costs[0]) if costs else ZERO
 
 
 def _routes(legs: Sequence[Leg]) -> dict[tuple[int, int], tuple[Cost, Cost]]:

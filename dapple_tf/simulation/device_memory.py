@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from dapple_tf.simulation.legs import handed_on
 from graph_passes.ir.batching import Interval
 from graph_passes.ir.tasks import Phase
 
@@ -107,7 +106,8 @@ def device_need(costs: CostModel, sizes: Mapping[int, int]) -> DeviceNeed:
         kept.append(max(costs.residual_bytes(stage, samples), delayed))
     each = sum(kept)
     working = max(_working(costs, stage, samples) for stage, samples in sizes.items())
-    working += sum(handed_on(costs.legs, stage, sizes[stage]) for stage in sizes) if costs.plan.relays else 0.0
+    handed_on = ((leg, samples) for stage, samples in sizes.items() for leg in costs.incoming[stage] if leg.onward)
+    working += sum(leg.forward.at(samples) + leg.backward.at(samples) for leg, samples in handed_on)
     applying = [costs.apply_bytes(stage) for stage in sizes]
     sending = sum(costs.stages[stage].returned_bytes.at(samples) for stage, samples in sizes.items())
     reducing = [reduction.bytes for reduction in costs.reductions if not sizes.keys().isdisjoint(reduction.stages)]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from dapple_tf.common.text_table import table
 from dapple_tf.common.units import gib, ms_text
 from dapple_tf.describe.plan import PlanError
+from dapple_tf.simulation.activities import ActivityGraph
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.step_memory import StepMemory
 from dapple_tf.view.notebook import Table, notebook_html
@@ -25,12 +26,17 @@ class Simulation:
     Attributes:
         latency: seconds of the step.
         spans: everything that took time, in the order of its creation.
-        costs: the costs it was computed from.
+        graph: its activities.
     """
 
     latency: float
     spans: tuple[Span, ...] = field(repr=False)
-    costs: CostModel = field(repr=False)
+    graph: ActivityGraph = field(repr=False)
+
+    @property
+    def costs(self) -> CostModel:
+        """The costs it was computed from."""
+        return self.graph.costs
 
     @property
     def throughput(self) -> float:
@@ -114,8 +120,12 @@ class Simulation:
         temporaries, a reduction its buffers. If the profile has buffers, each lives as long as in a real step.
         """
         changes = {device: _Changes(stored) for device, stored in self.costs.stored_bytes.items()}
-        for life in StepMemory(self).lives():
-            changes[life.device].add(life.start, life.end, life.bytes)
+        for device, start, end, size in StepMemory(self).lives():
+            if start <= end:
+                changes[device].add(start, end, size)
+            else:
+                changes[device].add(0.0, end, size)
+                changes[device].add(start, self.latency, size)
         return {device: change.curve() for device, change in changes.items()}
 
     @functools.cached_property

@@ -7,8 +7,8 @@ import heapq
 import itertools
 import math
 import operator
-from collections import deque
-from collections.abc import Collection, Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,18 +16,21 @@ from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile
 from dapple_tf.simulation.activities import JOIN, ActivityGraph
-from dapple_tf.simulation.cost import CostModel
-from dapple_tf.simulation.least_times import LeastTimes
+from dapple_tf.simulation.cost import CostModel, Leg, Message
 from dapple_tf.simulation.shared_cores import Running, SharedCores
 from dapple_tf.simulation.simulation import Simulation
 from dapple_tf.view.timeline import ALL_REDUCE, SEND, Span
-from graph_passes.ir.tasks import Phase, Schedule
+from graph_passes.ir.tasks import Phase, Schedule, Task, inputs
 
 __all__ = ["Simulation", "run", "run_activities", "simulate", "tried"]
 
 _END = operator.attrgetter("end")
 _ROUNDING = 1e-9
 """Relative difference of times that may come from adding in another order."""
+_NOTHING = 1e-9
+"""Bytes of the smallest piece of gradients: how a backward is cut doesn't matter for a bound."""
+
+F, B, BX, BW = Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
 
 
 class TooSlowError(Exception):
@@ -202,7 +205,7 @@ class _Step:
             TooSlowError: the step takes longer than the limit.
         """
         graph, orders = self.graph, self.graph.orders
-        backward = any(task.phase is not Phase.FORWARD for tasks in orders.values() for task in tasks)
+        backward = any(task.phase is not F for tasks in orders.values() for task in tasks)
         least = LeastTimes(self.costs, graph.schedule.split, carried=graph.carried, forward_only=not backward)
         rest = {
             device: least.rest(tasks, [self.activities[number].seconds for number in graph.queues[device]])
@@ -238,7 +241,7 @@ class _Step:
         if stuck:
             raise ValueError(f"the schedule deadlocks: {', '.join(map(str, stuck[:4]))} wait for ever")
         end = max(map(_END, self.spans), default=0.0)
-        return Simulation(end + self.costs.profile.step_seconds, tuple(self.spans), self.costs)
+        return Simulation(end + self.costs.profile.step_seconds, tuple(self.spans), self.graph)
 
     # ---- the state as data
 
@@ -298,7 +301,7 @@ class _Step:
 
     def begin(self, number: int, index: int | None) -> None:
         """Begins a ready activity, or puts it in the queue of its device."""
-        kind, stage, replica, device, busy, latency, ports, target, size, leg, reduction = self.activities[number]
+        kind, stage, replica, device, busy, latency, ports, target, size, _, reduction = self.activities[number]
         if kind == JOIN:
             self.over(number, index)
         elif ports:
@@ -311,7 +314,7 @@ class _Step:
             end, span = start + busy + latency, len(self.spans)
             micro_batch = self.micro_batch[number]
             self.spans.append(
-                Span(kind, start, end, device, stage, micro_batch, replica, target, size, cause, reduction, leg)
+                Span(kind, start, end, device, stage, micro_batch, replica, target, size, cause, reduction, number)
             )
             if busy or kind != SEND:
                 for port in ports:
@@ -353,7 +356,8 @@ class _Step:
             cause = came
         seconds, micro_batch = activity.seconds, self.micro_batch[number]
         end = now + seconds
-        span = Span(activity.kind, now, end, device, activity.stage, micro_batch, activity.replica, None, 0.0, cause)
+        place = (device, activity.stage, micro_batch, activity.replica, None)
+        span = Span(activity.kind, now, end, *place, 0.0, cause, None, number)
         early = self.graph.early.get(number, ())
         if self.cores.shared[self.server[device]]:
             self.begin_shared(span, number, early)
@@ -432,3 +436,136 @@ class _Step:
             self.at(self.now, _Step.finished, item.span.device, item.number, index)
         if ended:
             self.next_of(server)
+
+
+# ---- lower bounds
+
+
+class LeastTimes:
+    """The least seconds before and after each stage's tasks: the way of one micro-batch through stages without queues.
+
+    Attributes:
+        before: for each stage the least seconds until it can start a forward.
+        after: (stage, phase) -> the least seconds from the end of such a task to the end of the step.
+    """
+
+    def __init__(
+        self, costs: CostModel, split: Collection[int], *, carried: Collection[int] = (), forward_only: bool = False
+    ) -> None:
+        """Follows the messages of the last micro-batch, which is one of the smallest.
+
+        Args:
+            costs: the plan's costs.
+            split: the stages whose backward is Bx and Bw.
+            carried: the stages whose updates are made in the next step.
+            forward_only: whether the step has no backwards.
+        """
+        self.costs = costs
+        stages = range(costs.plan.num_stages)
+        self.before = [0.0] * len(stages)
+        self.after: dict[tuple[int, Phase], float] = defaultdict(float)
+        for stage in stages:
+            for (sender, phase), sent in self._inputs(stage, F, split):
+                start = self.before[sender] + self._seconds(sender, phase) + sent
+                self.before[stage] = max(self.before[stage], start)
+        backwards = [(stage, phase) for stage in stages for phase in ((BW, BX) if stage in split else (B,))]
+        for stage, phase in (*(() if forward_only else backwards), *((stage, F) for stage in reversed(stages))):
+            if phase is B or phase is BW:
+                updated = 0.0 if stage in carried else self._updated(stage)
+                self.after[stage, phase] = max(updated, self.after[stage, phase])
+            for sending, sent in self._inputs(stage, phase, split):
+                least = sent + self._seconds(stage, phase) + self.after[stage, phase]
+                self.after[sending] = max(self.after[sending], least)
+
+    def _inputs(self, stage: int, phase: Phase, split: Collection[int]) -> Iterator[tuple[tuple[int, Phase], float]]:
+        """Yields the stage and phase of each task that one waits for, and the seconds of the quickest message.
+
+        What relays hand on doesn't wait for their own tasks: it bounds nothing here.
+        """
+        for before in inputs(stage, phase):
+            if before[0] == stage:
+                yield before, 0.0
+        backward = phase is not F
+        legs = self.costs.outgoing[stage] if backward else self.costs.incoming[stage]
+        if backward and phase is not self.costs.gradient_phase(stage, stage in split):
+            return
+        for leg in legs:
+            sent = self._sent(leg, backward=backward) if leg.source is None else None
+            if sent is not None and backward:
+                yield (leg.receiver, BX if leg.receiver in split else B), sent
+            elif sent is not None:
+                yield (leg.sender, F), sent
+
+    def rest(self, tasks: Sequence[Task], seconds: Sequence[float]) -> list[float]:
+        """Returns for each of a device's tasks the least seconds from its start to the end of the step.
+
+        Args:
+            tasks: the device's tasks in order.
+            seconds: their times.
+        """
+        rest = [0.0] * len(tasks)
+        least = 0.0
+        for position in range(len(tasks) - 1, -1, -1):
+            task = tasks[position]
+            after = self.after[task.stage, task.phase]
+            least = rest[position] = seconds[position] + (after if after > least else least)
+        return rest
+
+    def busiest(self) -> float:
+        """Returns a lower bound of the step: a device's work, what must come before it and what must follow."""
+        costs, count = self.costs, len(self.costs.micro_batches)
+        work: dict[int, float] = {}
+        before: dict[int, float] = {}
+        after: dict[int, float] = {}
+        for stage, devices in enumerate(costs.plan.devices):
+            ends = min(value for (other, phase), value in self.after.items() if other == stage and phase is not F)
+            times: dict[tuple[int, float], float] = {}
+            for replica, interval in enumerate(costs.slices(stage, count - 1)):
+                device = devices[replica]
+                kind = interval.size, costs.cluster.devices[device].speed
+                if kind not in times:
+                    tasks = (Task(stage, phase, count - 1, replica) for phase in (F, B))
+                    times[kind] = count * sum(map(costs.whole_seconds, tasks))
+                work[device] = work.get(device, 0.0) + times[kind]
+                before[device] = min(before.get(device, math.inf), self.before[stage])
+                after[device] = min(after.get(device, math.inf), ends)
+        return max(work[device] + before[device] + after[device] for device in work)
+
+    def _seconds(self, stage: int, phase: Phase) -> float:
+        """Returns the seconds of a phase of the last micro-batch, on the quickest replica."""
+        costs, last = self.costs, len(self.costs.micro_batches) - 1
+        kinds: dict[tuple[int, float], Task] = {}
+        for replica, interval in enumerate(costs.slices(stage, last)):
+            speed = costs.cluster.devices[costs.plan.devices[stage][replica]].speed
+            kinds.setdefault((interval.size, speed), Task(stage, phase, last, replica))
+        return min(map(costs.whole_seconds, kinds.values()))
+
+    def _sent(self, leg: Leg, *, backward: bool) -> float | None:
+        """Returns the seconds of the quickest message over a leg; None if there is none."""
+        costs = self.costs
+        messages = costs.leg_messages(leg, len(costs.micro_batches) - 1, backward=backward)
+        senders, receivers = costs.plan.devices[leg.sender], costs.plan.devices[leg.receiver]
+        if backward:
+            senders, receivers = receivers, senders
+        if not messages:
+            return None
+        return min(self._message(message, senders, receivers) for message in messages)
+
+    def _message(self, message: Message, senders: Sequence[int], receivers: Sequence[int]) -> float:
+        source, target = senders[message.sender], receivers[message.receiver]
+        if source == target:
+            return 0.0
+        link = self.costs.cluster.link(source, target)
+        return message.bytes / link.bandwidth + link.latency
+
+    def _updated(self, stage: int) -> float:
+        """Returns the seconds of a stage's update, and of the last of many all-reduces if it has some of its own.
+
+        If the stage's first layer has no gradients, the last all-reduce may be over before the backward that is cut.
+        """
+        costs = self.costs
+        seconds = min(costs.apply_seconds(stage, device) for device in costs.plan.devices[stage])
+        if not costs.layer_gradients(stage)[0]:
+            return seconds
+        own = [costs.reduction_seconds(item, _NOTHING) for item in costs.reductions if item.stages == (stage,)]
+        return seconds + max(own, default=0.0)  # The devices of groups reduce their variables at the same time.

@@ -33,7 +33,7 @@ class TraceBudget:
     cost no more than their share of the elapsed time.
 
     Attributes:
-        share: fraction of the time, 0 to 1.
+        share: fraction of the time, above 0 and at most 1.
         trained: seconds of training so far, without the steps before the first trace, which make graphs.
         spent: seconds of these that tracing cost.
         steps: number of steps.
@@ -41,25 +41,20 @@ class TraceBudget:
         prepared: seconds that TensorFlow took to prepare traced steps.
     """
 
-    def __init__(self, share: float, first: int = _WARM_UP + 1) -> None:
-        """Starts without any steps.
-
-        Args:
-            share: fraction of the time, above 0 and at most 1.
-            first: number of steps before the first trace.
-        """
+    def __init__(self, share: float) -> None:
+        """Starts without any steps."""
         if not 0 < share <= 1:
             raise ValueError(
                 f"budget is {share}; give the part of the time that tracing may take, above 0 and at most 1"
             )
-        self.share, self._first = share, first
+        self.share = share
         self.trained = self.spent = self.prepared = 0.0
         self.steps = self.traces = 0
 
     def step(self, seconds: float) -> None:
         """Adds a finished step, with everything that belongs to it."""
         self.steps += 1
-        if self.steps > self._first:
+        if self.steps > _WARM_UP + 1:
             self.trained += seconds
 
     def traced(self, cost: float) -> None:
@@ -71,7 +66,7 @@ class TraceBudget:
     def due(self) -> bool:
         """Whether the next step is to be traced."""
         if not self.traces:
-            return self.steps >= self._first
+            return self.steps > _WARM_UP
         expected = self.spent / self.traces
         return self.prepared + self.spent + expected <= self.share * self.trained
 
@@ -267,9 +262,9 @@ class StepMonitor:
         drift: comparison with the prediction; None if there is no prediction.
     """
 
-    def __init__(self, simulation: Simulation | None = None) -> None:
+    def __init__(self) -> None:
         self.callback: PipelineMonitor | None = None
-        self.expect(simulation)
+        self.expect(None)
 
     def expect(self, simulation: Simulation | None) -> None:
         """Begins to follow steps of another plan; None if they weren't simulated."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from graph_passes.ir.collectives import SUM_OP
 from graph_passes.ir.graph import (
     CALL_ATTR,
     MICRO_BATCH_ATTR,
@@ -18,7 +19,6 @@ from graph_passes.ir.graph import (
 )
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.program import Program, Step
-from graph_passes.ir.replica_sums import SUM_OP
 from graph_passes.ir.tasks import Phase, Task
 from graph_passes.ir.tensorflow_bridge import dtype_size
 
@@ -73,8 +73,8 @@ def step_nodes(program: Program) -> dict[str, StepNode]:
     tasks = {name: task for task, names in step.exit.items() for name in names}
     tasks |= {name: task for task, name in step.entry.items()}
     entries = {name: task.phase.value for task, name in step.entry.items()}
-    entries |= {nodes[0]: task.phase.value for task, pieces in step.pieces.items() for nodes in pieces}
-    tasks |= {nodes[0]: task for task, pieces in step.pieces.items() for nodes in pieces}
+    entries |= {name: task.phase.value for task, pieces in step.pieces.items() for name in pieces}
+    tasks |= {name: task for task, pieces in step.pieces.items() for name in pieces}
     constants = {node.name: node.attr["value"].tensor for node in program.graph.node if node.op == "Const"}
     nodes: dict[str, StepNode] = {}
     for node in program.graph.node:

@@ -121,10 +121,10 @@ class _Drawing:
         for task, name in self.step.entry.items():
             kind, layers = task.phase.value, self.layers[task.stage]
             where = (self._device(name), task.stage, task.micro_batch, task.replica)
-            pieces = self.step.pieces.get(task, ((name,),))
-            for number, nodes in enumerate(pieces, start=1):
+            pieces = self.step.pieces.get(task, (name,))
+            for number, call in enumerate(pieces, start=1):
                 label = f"{task} {number}/{len(pieces)}" if len(pieces) > 1 else str(task)
-                self._add(_Anchor([nodes[0]], label, kind, *where, layers))
+                self._add(_Anchor([call], label, kind, *where, layers))
 
     def _place_others(self) -> None:
         fed = {ref.node: batch.node for batch, ref in self.step.feeds.items()}

@@ -39,7 +39,7 @@ class Span(NamedTuple):
         bytes: bytes of a ``send`` or an ``all_reduce``.
         cause: position of the span for whose end this one waited last; None for the first.
         reduction: for an ``all_reduce``, its position in `CostModel.reductions`.
-        leg: for a ``send`` between stages, its position in `CostModel.legs`.
+        activity: number of its activity in a simulated or emulated step, otherwise -1.
     """
 
     kind: str
@@ -53,7 +53,7 @@ class Span(NamedTuple):
     bytes: float = 0.0
     cause: int | None = None
     reduction: int | None = None
-    leg: int | None = None
+    activity: int = -1
 
     def __str__(self) -> str:
         number = "" if self.micro_batch is None else str(self.micro_batch)

@@ -11,6 +11,8 @@ from graph_passes.analysis.operator_traits import ELEMENTWISE
 from graph_passes.analysis.sample_dependence import SampleDependence
 from graph_passes.ir.graph import (
     OWN_ATTRS,
+    AttrValue,
+    Builder,
     Graph,
     GraphDef,
     Names,
@@ -25,7 +27,7 @@ from graph_passes.ir.program import Program
 from graph_passes.ir.spreads import CONSTANT
 from graph_passes.ir.tensorflow_bridge import Shape, constant_value, is_stateful
 
-_BY_ROWS = ELEMENTWISE | {"Cast", "Elu", "Expm1", "LeakyRelu", "Log1p", "Reciprocal", "Relu6", "Rsqrt", "Softplus"}
+_BY_ROWS = ELEMENTWISE | {"Cast"}
 """Ops that compute each row of their result from one row of their inputs, which have the same rank."""
 _LOSSES = ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")
 """Losses by rows, of inputs of any rank."""
@@ -45,12 +47,12 @@ def with_counted_rows(program: Program, dependence: SampleDependence, loss_nodes
         None where there is no such mean.
     """
     rows = _Rows(program, dependence)
-    graph = GraphDef(versions=program.graph.versions, library=program.graph.library)
-    names = Names(rows.view.nodes)
+    builder = Builder(GraphDef(versions=program.graph.versions, library=program.graph.library))
+    builder.names = Names(rows.view.nodes)
     for node in program.graph.node:
-        parts = rows.counted(node, names) if node.op == "Mean" and node.name in loss_nodes else None
-        graph.node.extend([node] if parts is None else parts)
-    return program.replace(graph=graph) if len(graph.node) > len(program.graph.node) else None
+        if node.op != "Mean" or node.name not in loss_nodes or not rows.count(node, builder):
+            builder.graph.node.append(node)
+    return program.replace(graph=builder.graph) if len(builder.graph.node) > len(program.graph.node) else None
 
 
 class _Rows:
@@ -61,40 +63,34 @@ class _Rows:
         self._spreads, self._shapes = dependence.spreads, dependence.shapes
         self._masks: dict[Ref, Ref | None] = {}
 
-    def counted(self, node: NodeDef, names: Names) -> Sequence[NodeDef] | None:
-        """Returns the replacement of a mean; None if it isn't over rows that a mask of inputs chooses."""
+    def count(self, node: NodeDef, builder: Builder) -> bool:
+        """Adds the replacement of a mean; returns False if it isn't over rows that a mask of inputs chooses."""
         ref, axes = self.view.inputs(node.name)
         spread, shape, over = self._spreads.get(ref, CONSTANT), self._shapes.get(ref), self._integers(axes)
         if not spread.partial or spread.axis != 0 or shape is None or over is None:
-            return None
+            return False
         over = [axis % len(shape) for axis in over]
         others = _product(shape, [axis for axis in over if axis])
         mask = self._mask(ref)
         if 0 not in over or others is None or mask is None or not self._spreads.get(mask, CONSTANT).known:
-            return None
-        kind = node.attr["T"]
-        index = {"Tidx": dtype_attr(types_pb2.DT_INT32)}
+            return False
+        dtype, int32 = node.attr["T"], dtype_attr(types_pb2.DT_INT32)
 
-        def name(what: str) -> str:
-            return names.fresh(f"{node.name}/{what}")
+        def add(what: str, op: str, *inputs: Ref, **attrs: AttrValue) -> Ref:
+            return builder.add(f"{node.name}/{what}", op, inputs, **attrs)
 
-        attrs = {key: node.attr[key] for key in ("T", "Tidx", "keep_dims")}
-        total = make_node(name("total"), "Sum", [ref, axes], attrs=attrs)
-        types = {"SrcT": dtype_attr(types_pb2.DT_BOOL), "DstT": kind}
-        flags = make_node(name("flags"), "Cast", [mask], attrs=types)
-        flat = make_const(name("flat"), [-1], types_pb2.DT_INT32)
-        first = make_const(name("first"), [0], types_pb2.DT_INT32)
-        shaped = {"T": kind, "Tshape": dtype_attr(types_pb2.DT_INT32)}
-        row = make_node(name("row"), "Reshape", [Ref(flags.name), Ref(flat.name)], attrs=shaped)
-        count = make_node(name("rows"), "Sum", [Ref(row.name), Ref(first.name)], attrs={"T": kind, **index})
-        width = make_const(name("width"), float(others), kind.type)
-        divisor = make_node(name("divisor"), "Mul", [Ref(count.name), Ref(width.name)], attrs={"T": kind})
-        quotient = make_node(node.name, "RealDiv", [Ref(total.name), Ref(divisor.name)], attrs={"T": kind})
-        made = [total, flags, flat, first, row, count, width, divisor, quotient]
-        for own in made:
-            for key in (key for key in node.attr if key.startswith(OWN_ATTRS)):
-                own.attr[key].CopyFrom(node.attr[key])
-        return made
+        def const(what: str, value: float | Sequence[int], dtype: int) -> Ref:
+            return builder.append(make_const(builder.names.fresh(f"{node.name}/{what}"), value, dtype))
+
+        with builder.marked({key: value for key, value in node.attr.items() if key.startswith(OWN_ATTRS)}):
+            total = add("total", "Sum", ref, axes, **{key: node.attr[key] for key in ("T", "Tidx", "keep_dims")})
+            flags = add("flags", "Cast", mask, SrcT=dtype_attr(types_pb2.DT_BOOL), DstT=dtype)
+            flat, first = (const(*own, types_pb2.DT_INT32) for own in (("flat", [-1]), ("first", [0])))
+            row = add("row", "Reshape", flags, flat, T=dtype, Tshape=int32)
+            count = add("rows", "Sum", row, first, T=dtype, Tidx=int32)
+            divisor = add("divisor", "Mul", count, const("width", float(others), dtype.type), T=dtype)
+            builder.append(make_node(node.name, "RealDiv", [total, divisor], attrs={"T": dtype}))
+        return True
 
     def _mask(self, ref: Ref) -> Ref | None:
         """Returns the condition that has chosen a tensor's rows, if each row belongs to one true entry."""

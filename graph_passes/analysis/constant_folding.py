@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.analysis.split_signatures import Shape
+from graph_passes.analysis.operator_traits import ASKING
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import (
     OWN_ATTRS,
@@ -25,6 +25,7 @@ from graph_passes.ir.graph import (
 )
 from graph_passes.ir.tensorflow_bridge import (
     EvaluationError,
+    Shape,
     constant_value,
     evaluate,
     is_stateful,
@@ -33,7 +34,7 @@ from graph_passes.ir.tensorflow_bridge import (
     takes_functions,
 )
 
-_ASKING = frozenset({"Shape", "ShapeN", "Size", "Rank"})
+_SHAPES = ASKING | {"ShapeN"}
 _LARGEST = 1024
 """The most elements of a tensor that may become a constant: shapes, axes and counts are small."""
 _SMALL = 2**17
@@ -136,7 +137,7 @@ class _Folding:
         inputs, refs = self.view.inputs(node.name), self._refs(node.name)
         if not inputs or not refs or not _NUMBERS.issuperset(self.outputs[node.name]):
             return False
-        if node.op in _ASKING:
+        if node.op in _SHAPES:
             return all(self._size(ref) is not None for ref in inputs)
         if not all(ref.node in self.constant for ref in inputs) or takes_functions(node.op) or is_stateful(node.op):
             return False
@@ -153,7 +154,7 @@ class _Folding:
 
     def _values(self, wanted: Sequence[Ref]) -> dict[Ref, np.ndarray]:
         """Returns the values of tensors that follow from shapes."""
-        asked = {name: self._asked(name) for name in self.folded if self.view.nodes[name].op in _ASKING}
+        asked = {name: self._asked(name) for name in self.folded if self.view.nodes[name].op in _SHAPES}
         graph = GraphDef(versions=self.view.graph.versions)
         labels: dict[str, str] = {}
         constants: dict[Ref, str] = {}

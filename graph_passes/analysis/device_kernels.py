@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.ir.collectives import HINT_ATTR, NCCL
+from graph_passes.ir.collectives import HINT_ATTR, NCCL, SUM_OP
 from graph_passes.ir.graph import (
     COMPILED_ATTR,
     PHASE_ATTR,
@@ -29,7 +29,6 @@ from graph_passes.ir.graph import (
     make_node,
 )
 from graph_passes.ir.kernels import CPU, GPU, ON_HOST, PASSED, inputs_on_host, kernel_of, outputs_on_host
-from graph_passes.ir.replica_sums import SUM_OP
 from graph_passes.ir.tensorflow_bridge import (
     FunctionDefLibrary,
     function_graph,

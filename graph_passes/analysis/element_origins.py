@@ -12,18 +12,20 @@ an axis that grows with the batch has a part for each sample.
 from __future__ import annotations
 
 import enum
+import itertools
+import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from tensorflow.core.framework import types_pb2
 
+from graph_passes.analysis.operator_shapes import KnownShapes, ShapeInference
 from graph_passes.analysis.operator_traits import (
     ACCUMULATING,
     ELEMENTWISE,
     GATHERS,
-    JOINING,
     KEEPING_ELEMENTS,
     KEEPING_ORDER,
     REPEATING,
@@ -32,19 +34,32 @@ from graph_passes.analysis.operator_traits import (
     UNIQUE,
     draws,
 )
-from graph_passes.analysis.several_slices import Grows, SeveralSlices
+from graph_passes.analysis.sample_interpreter import Interpreter, grows_once, in_order
+from graph_passes.analysis.sample_rules import RULES
+from graph_passes.analysis.shape_values import strided
+from graph_passes.analysis.slice_shapes import SAMPLES, input_shapes, part_before
+from graph_passes.errors import PassError
 from graph_passes.ir.call_order import CALLS
 from graph_passes.ir.graph import Graph, GraphDef, NodeDef, Ref, data_inputs
 from graph_passes.ir.program import Boundary, Program, Stage, Value, ValueKind
+from graph_passes.ir.spreads import Coupling, Spread
 from graph_passes.ir.tensorflow_bridge import (
     Shape,
+    constant_value,
     evaluate,
     function_graph,
     is_stateful,
     make_constant,
+    measure_shapes,
     numpy_dtype,
     output_dtypes,
+    takes_functions,
 )
+
+logger = logging.getLogger(__name__)
+
+_LENGTHS = (16, 4, 1, None)
+"""Values for lengths that the model leaves open, the first without contradictions counts; None leaves them open."""
 
 
 class Origin(enum.Enum):
@@ -91,26 +106,73 @@ class ElementOrigins:
         self._boundaries: dict[Ref, Boundary] = {boundary.ref: boundary for boundary in program.boundaries}
         whole = Graph(graph)
         self._arguments = {ref: value for value, ref in stage.arguments.items()}
+        self._given = {ref: self._argument(value) for ref, value in self._arguments.items()}
         refs = list(wanted)
         names = whole.ancestors(refs, self._arguments, control=False)
         read = {ref for name in names for ref in whole.inputs(name)} | set(refs)
         names |= {ref.node for ref in self._arguments if ref in read}
         part = GraphDef(versions=graph.versions, library=graph.library)
         for name in whole.ordered(names):
-            node = part.node.add()
-            node.CopyFrom(whole.nodes[name])
-            del node.input[:]
-            if Ref(name) not in self._arguments:
-                node.input.extend(str(ref) for ref in whole.inputs(name))
+            _add(part, whole.nodes[name], () if Ref(name) in self._arguments else whole.inputs(name))
         self._part, self._moved = inline_calls(part)
-        self._view = Graph(self._part)
         self._real = names
-        self._slices = SeveralSlices(program, self._arguments, self._part)
+        self._interpreter = self._interpreted()
+        self._view = self._interpreter.graph
+        couplings = self._interpreter.couplings
+        self._coupled = {name for name, why in couplings if why is not Coupling.DRAWS and self._is_exact(Ref(name))}
         self._found: dict[Ref, Parts] = {}
-        for name in self._view.topological():
-            node = self._view.nodes[name]
+        for node in self._view:
             for output in range(len(output_dtypes(node))):
-                self._found[Ref(name, output)] = self._parts(node, Ref(name, output))
+                self._found[Ref(node.name, output)] = self._parts(node, Ref(node.name, output))
+
+    def _interpreted(self) -> Interpreter:
+        """Interprets the part for two sizes of a slice, the first that it can be computed for count."""
+        number, inference = self._program.roles.slice.samples, ShapeInference(self._part.library)
+        known = [KnownShapes({}, {}, {})] * 2
+        for self._length, samples in itertools.product(_LENGTHS, SAMPLES):
+            assumed = [self._argument_shapes(own, self._length) for own in samples]
+            try:
+                known = [
+                    inference.of(self._part, shapes, values={number: own})
+                    for own, shapes in zip(samples, assumed, strict=True)
+                ]
+                break
+            except PassError as error:
+                logger.debug("with %s samples, length %s: %s", samples, self._length, error)
+        scalars = [{number: float(own)} for own in samples]
+        graph = in_order(self._part)
+        interpreter = Interpreter(graph, RULES, samples, known, scalars, inference=inference)
+        interpreter.run({ref: self._spread(ref, origin) for ref, origin in self._given.items()})
+        return interpreter
+
+    def _spread(self, ref: Ref, origin: Origin) -> Spread:
+        if origin is not Origin.SAMPLES:
+            return Spread(degree=int(origin is Origin.SIZE))
+        boundary = self._boundaries.get(self._arguments[ref].ref)
+        return Spread(0 if boundary is None else boundary.batch_axis, boundary.outer if boundary else 1, varies=True)
+
+    def _argument_shapes(self, samples: int, length: int | None) -> dict[str, list[int | None]]:
+        inputs = input_shapes(Graph(self._program.flat_graph), self._program.roles, samples)
+        shapes: dict[str, list[int | None]] = {}
+        for node in self._part.node:
+            value, dims = self._arguments.get(Ref(node.name)), node.attr["shape"].shape
+            if value is None or (dims.unknown_rank and value.ref not in self._boundaries):
+                continue
+            shape = inputs.get(value.ref.node, [dim.size if dim.size >= 0 else None for dim in dims.dim])
+            if (boundary := self._boundaries.get(value.ref)) is not None:
+                shape = list(boundary.example_slice_shape(samples))
+                axis = boundary.batch_axis
+                if axis is not None and shape[axis] is None and length is not None:
+                    shape[axis] = length * samples
+            shapes[node.name] = [length if size is None else size for size in shape]
+        return shapes
+
+    def _value(self, ref: Ref) -> np.ndarray | None:
+        """Returns the value of a tensor that is the same for all slices."""
+        node, numbers = self._view.nodes[ref.node], self._interpreter.numbers(ref)
+        if node.op == "Const":
+            return constant_value(node)
+        return numbers[0].astype(self._dtype(ref)) if numbers is not None and np.array_equal(*numbers) else None
 
     def of(self, ref: Ref) -> Parts:
         """Returns a wanted tensor's elements, part by part, as far as their sizes are known outside calls."""
@@ -125,7 +187,7 @@ class ElementOrigins:
         stop = {part.root: elements.astype(self._dtype(part.root))}
         names = self._view.ancestors([part.tensor], stop, control=False)
         for ref in {ref for name in names for ref in self._view.inputs(name)} - stop.keys():
-            value = self._slices.value(ref)
+            value = self._value(ref)
             if value is not None:
                 stop[ref] = value
         names = self._view.ancestors([part.tensor], stop, control=False)
@@ -136,12 +198,13 @@ class ElementOrigins:
         for ref, value in stop.items():
             make_constant(graph.node.add(name=constants[ref].node), value)
         for name in self._view.ordered(names):
-            node = graph.node.add()
-            node.CopyFrom(self._view.nodes[name])
-            del node.input[:]
-            node.input.extend(str(constants.get(ref, ref)) for ref in self._view.inputs(name))
+            _add(graph, self._view.nodes[name], [constants.get(ref, ref) for ref in self._view.inputs(name)])
         wanted = constants.get(part.tensor, part.tensor)
         return evaluate(graph, [wanted])[wanted]
+
+    def _is_exact(self, ref: Ref) -> bool:
+        """Whether a tensor has integers, say: couplings of floating-point numbers are told of the model as a whole."""
+        return not self._interpreter.is_float(ref) and not self._interpreter.is_handle(ref)
 
     def _dtype(self, ref: Ref) -> np.dtype[Any]:
         return numpy_dtype(output_dtypes(self._view.nodes[ref.node])[ref.output])
@@ -149,91 +212,94 @@ class ElementOrigins:
     # ---- tensors that no operator of the stage makes, or that no data are needed for
 
     def _parts(self, node: NodeDef, ref: Ref) -> Parts:
-        if ref in self._arguments:
-            return (Part(self._argument(self._arguments[ref]), ref),)
+        if ref in self._given:
+            return (Part(self._given[ref], ref),)
         if node.op == "Const":
             return (Part(Origin.CONSTANT, ref),)
-        values = self._slices.values(ref)
-        if values is not None:
-            return (Part(self._computed(values), ref),)
+        numbers = self._interpreter.numbers(ref)
+        if numbers is not None and not np.isnan(numbers[0]).any():
+            return (Part(self._computed(*numbers), ref),)
         return self._operator(node, ref)
 
     def _argument(self, value: Value) -> Origin:
-        roles = self._program.roles
+        roles, boundary = self._program.roles, self._boundaries.get(value.ref)
         if value.kind is not ValueKind.FORWARD:
             return Origin.COUPLED
-        if value.ref in roles.inputs:
+        if value.ref in roles.inputs or (boundary is not None and boundary.batch_axis is not None):
             return Origin.SAMPLES
         if value.ref in (roles.slice.weight, roles.slice.samples):
             return Origin.SIZE
         if value.ref == roles.slice.number:
             return Origin.DRAWN
-        boundary = self._boundaries.get(value.ref)
         if boundary is None:
             return Origin.CONSTANT  # a variable, or a divisor of the whole batch
-        if boundary.batch_axis is not None:
-            return Origin.SAMPLES
-        flat = Graph(self._program.graph)
         given = {ref.node for ref in (*roles.inputs, *roles.slice)}
-        return Origin.COUPLED if given & flat.ancestors([value.ref], control=False) else Origin.CONSTANT
+        before = Graph(self._program.graph).ancestors([value.ref], control=False)
+        return Origin.COUPLED if given & before else Origin.CONSTANT
 
-    @staticmethod
-    def _computed(values: Sequence[np.ndarray]) -> Origin:
-        """Returns the origin of a value that depends only on a slice's size, from its values for `SAMPLES`."""
-        if all(np.array_equal(value, values[0]) for value in values):
+    def _computed(self, few: np.ndarray, many: np.ndarray) -> Origin:
+        """Returns the origin of a value that depends only on a slice's size."""
+        if np.array_equal(few, many):
             return Origin.CONSTANT
-        if all(value.ndim == 0 or value.shape == values[0].shape for value in values):
+        if few.shape == many.shape:
             return Origin.SIZE
-        few, many, both, twice = (np.sort(value, axis=None) for value in values)
-        adds_up = all(
-            np.array_equal(np.sort(np.concatenate(slices)), batch)
-            for slices, batch in (((few, many), both), ((both, both), twice))
-        )
-        return Origin.SAMPLES if adds_up else Origin.PLACES
+        (kinds, counts), (others, more) = (np.unique(value, return_counts=True) for value in (few, many))
+        one, other = self._interpreter.sizes
+        each = np.array_equal(kinds, others) and np.array_equal(counts * other, more * one)
+        return Origin.SAMPLES if each else Origin.PLACES
 
     # ---- operators
 
     def _operator(self, node: NodeDef, ref: Ref) -> Parts:
-        given = [self._found[each] for each in data_inputs(node)]
-        dtypes = [output_dtypes(self._view.nodes[each.node])[each.output] for each in data_inputs(node)]
+        inputs = data_inputs(node)
+        given = [self._found[each] for each in inputs]
+        dtypes = [output_dtypes(self._view.nodes[each.node])[each.output] for each in inputs]
         origins = {part.origin for parts in given for part in parts}
         repeats = not is_stateful(node.op) or not given or types_pb2.DT_RESOURCE in dtypes
         if origins <= {Origin.CONSTANT} and repeats:
             return (Part(Origin.CONSTANT, ref),)
         if origins <= {Origin.CONSTANT, Origin.SIZE, Origin.DRAWN} and (draws(node.op) or not repeats):
-            along = self._slices.grows(ref) is Grows.ALONG_AN_AXIS
-            return (Part(Origin.SAMPLES if along else Origin.DRAWN, ref),)
-        rules: dict[str, Callable[[NodeDef, Ref, list[Parts]], Parts | None]] = {
-            **dict.fromkeys(KEEPING_ELEMENTS, self._kept),
-            **dict.fromkeys(ELEMENTWISE, self._elementwise),
-            **dict.fromkeys(JOINING, self._joined),
-            **dict.fromkeys(GATHERS, self._gathered),
-            **dict.fromkeys(UNIQUE, self._unique),
-            **dict.fromkeys(SEGMENT_GRADIENTS, self._segments),
-            **dict.fromkeys(ACCUMULATING, self._accumulated),
-            "Where": self._where,
-            "StridedSlice": self._columns,
-            "DynamicPartition": self._partitioned,
-            "SparseFillEmptyRows": self._filled,
-            "Range": self._range,
-        }
-        rule = rules.get(node.op)
-        by_rule = None if rule is None else rule(node, ref, given)
-        return self._by_shape(node, ref, given) if by_rule is None else by_rule
+            return (Part(Origin.SAMPLES if self._interpreter.grows_once(ref) else Origin.DRAWN, ref),)
+        by_rule: Parts | Origin | None = None
+        if node.op in KEEPING_ELEMENTS:
+            by_rule = given[0] if len(given[0]) == 1 or node.op in KEEPING_ORDER else None
+        elif node.op in ELEMENTWISE:
+            by_rule = self._elementwise(inputs, ref, given)
+        elif node.op in ("ConcatV2", "Pack"):
+            by_rule = self._joined(node, ref, given)
+        elif node.op in GATHERS:
+            by_rule = self._gathered(node, ref, *given[:2])
+        elif node.op in UNIQUE:
+            others = Origin.PLACES if ref.output == 1 else Origin.COUPLED
+            by_rule = others if ref.output else self._different(inputs[0])
+        elif node.op in SEGMENT_GRADIENTS and ref.output == 1:
+            by_rule = self._different(inputs[1])
+        elif node.op == "StridedSlice" and self._is_within_samples(node, given):
+            by_rule = Origin.SAMPLES
+        elif node.op == "SparseFillEmptyRows":  # the elements of a sparse tensor, and one where a sample has none
+            filled = {part.origin for index in (1, 3) for part in given[index]}
+            own = ref.output == 1 and Origin.SAMPLES in filled and filled <= {Origin.SAMPLES, Origin.CONSTANT}
+            by_rule = Origin.SAMPLES if own else Origin.PLACES
+        elif node.op == "Range" and origins == {Origin.CONSTANT, Origin.COUPLED}:  # up to a number from the data
+            by_rule = Origin.DISTINCT
+        if isinstance(by_rule, Origin):
+            return (Part(by_rule, ref, ref if by_rule is Origin.DISTINCT else None),)
+        return self._by_spread(node, ref, given) if by_rule is None else by_rule
 
-    def _by_shape(self, node: NodeDef, ref: Ref, given: Sequence[Parts]) -> Parts:
-        """Returns the parts of an operator's result from shapes alone."""
-        aside = SHAPE_OPERANDS.get(node.op, ())
-        content = {part.origin for index, parts in enumerate(given) if index not in aside for part in parts}
-        grows = self._slices.grows(ref)
-        if grows is Grows.UNKNOWN and Origin.SAMPLES in content and node.op not in ELEMENTWISE:
-            grows = self._slices.run(ref)
-        along = grows is Grows.ALONG_AN_AXIS
-        if Origin.PLACES in content:
-            origin = Origin.COUPLED if grows is Grows.NOT else Origin.PLACES
+    def _by_spread(self, node: NodeDef, ref: Ref, given: Sequence[Parts]) -> Parts:
+        """Returns the parts of an operator's result from its dependence on samples."""
+        aside, grows = SHAPE_OPERANDS.get(node.op, ()), self._interpreter.grows_once(ref)
+        used = [pair for index, pair in enumerate(zip(data_inputs(node), given, strict=True)) if index not in aside]
+        content = {part.origin for _, parts in used for part in parts}
+        exact = {part.origin for each, parts in used if self._is_exact(each) for part in parts}
+        mixed = Origin.COUPLED in exact and self._is_exact(ref) and not takes_functions(node.op)
+        if node.name in self._coupled or mixed or (Origin.DISTINCT in content and not grows):
+            origin = Origin.COUPLED
+        elif Origin.PLACES in content or self._interpreter.of(ref).place or self._accumulates(node):
+            origin = Origin.PLACES
         elif content <= {Origin.CONSTANT, Origin.SIZE} and not (node.op in REPEATING and Origin.SIZE not in content):
-            origin = Origin.PLACES if along else Origin.SIZE
-        elif along:
+            origin = Origin.PLACES if grows else Origin.SIZE
+        elif grows or (Origin.SAMPLES in content and self._may_grow(node, ref)):
             origin = Origin.SAMPLES
         elif content <= {Origin.CONSTANT, Origin.DRAWN}:
             origin = Origin.DRAWN
@@ -241,16 +307,38 @@ class ElementOrigins:
             origin = Origin.COUPLED
         return (Part(origin, ref),)
 
-    def _kept(self, node: NodeDef, ref: Ref, given: list[Parts]) -> Parts | None:
-        """Handles operators that return the elements of their first input, in another shape or order."""
-        parts = given[0]
-        return parts if len(parts) == 1 or node.op in KEEPING_ORDER else None
+    def _accumulates(self, node: NodeDef) -> bool:
+        """Returns whether an operator's result depends on other elements along an axis that isn't known."""
+        if node.op not in ACCUMULATING:
+            return False
+        source, axis = data_inputs(node)[:2]  # TopK: their number instead
+        return self._interpreter.shape(source) is None or self._value(axis) is None
 
-    def _elementwise(self, node: NodeDef, ref: Ref, given: list[Parts]) -> Parts | None:
+    def _may_grow(self, node: NodeDef, ref: Ref) -> bool:
+        """Returns whether a tensor of unknown size has a part for each sample: a run tells."""
+        shape = self._interpreter.shape(ref)
+        if shape is not None and (None not in shape or self._interpreter.differing(ref)):
+            return False
+        if node.op in ELEMENTWISE:
+            return shape is None or shape.count(None) == 1
+        return node.op == "DynamicPartition" or self._measured(ref)
+
+    def _measured(self, ref: Ref) -> bool:
+        """Returns whether a tensor grows with the batch in a run with random inputs."""
+        part, shapes = part_before(self._part, [ref]), []
+        for samples in self._interpreter.sizes:
+            assumed = self._argument_shapes(samples, self._length or _LENGTHS[0])
+            names = assumed.keys() & {node.name for node in part.node}
+            known = {name: [size or 0 for size in assumed[name]] for name in names}
+            number = {self._program.roles.slice.samples: samples}
+            shapes.append(measure_shapes(part, known, number, [ref]).get(ref))
+        return grows_once(shapes, self._interpreter.sizes)
+
+    def _elementwise(self, inputs: Sequence[Ref], ref: Ref, given: Sequence[Parts]) -> Parts | None:
         mixed = {parts for parts in given if len(parts) > 1}
         origins = {parts[0].origin for parts in given if len(parts) == 1}
         if mixed:
-            if len(mixed) > 1 or origins - {Origin.CONSTANT} or not self._keeps_size(ref, data_inputs(node)):
+            if len(mixed) > 1 or origins - {Origin.CONSTANT} or not self._keeps_size(ref, inputs):
                 return None
             return tuple(
                 part._replace(origin=Origin.COUPLED) if part.origin is Origin.DISTINCT else part for part in mixed.pop()
@@ -258,37 +346,32 @@ class ElementOrigins:
         if Origin.DISTINCT in origins:
             roots = {parts[0].root for parts in given if parts[0].origin is Origin.DISTINCT}
             alone = origins <= {Origin.DISTINCT, Origin.CONSTANT} and len(roots) == 1
-            alone = alone and self._keeps_size(ref, data_inputs(node))
+            alone = alone and self._keeps_size(ref, inputs)
             return (Part(Origin.DISTINCT, ref, roots.pop()),) if alone else None
-        if Origin.SAMPLES in origins and origins <= {Origin.SAMPLES, Origin.CONSTANT, Origin.DRAWN, Origin.SIZE}:
-            shape = self._slices.shapes(ref)[0]
-            unknown = shape is None or sum(size is None for size in shape) <= 1
-            if self._slices.grows(ref) is Grows.UNKNOWN and unknown:
-                return (Part(Origin.SAMPLES, ref),)
         return None
 
     def _keeps_size(self, ref: Ref, given: Sequence[Ref]) -> bool:
         """Returns whether an elementwise result has as many elements as the inputs that aren't constant."""
-        sizes = {each: _sizes(self._slices.shapes(each)) for each in (ref, *given)}
+        sizes = {each: _sizes(self._interpreter.shapes(each)) for each in (ref, *given)}
         growing = {sizes[each] for each in given if {part.origin for part in self._found[each]} != {Origin.CONSTANT}}
         if growing == {sizes[ref]} and None not in sizes[ref]:
             return True
-        ranks = {None if shape is None else len(shape) for each in given for shape in self._slices.shapes(each)[:1]}
+        ranks = {None if shape is None else len(shape) for shape in map(self._interpreter.shape, given)}
         constants = [each for each in given if {part.origin for part in self._found[each]} == {Origin.CONSTANT}]
         # Of unknown lengths: vectors and scalars.
         return ranks <= {0, 1} and len(growing) == 1 and all(set(sizes[each]) == {1} for each in constants)
 
-    def _joined(self, node: NodeDef, ref: Ref, given: list[Parts]) -> Parts | None:
+    def _joined(self, node: NodeDef, ref: Ref, given: Sequence[Parts]) -> Parts | Origin | None:
         if node.op == "Pack":
             axis, given_refs = int(node.attr["axis"].i), data_inputs(node)
         else:
-            chosen = self._slices.value(data_inputs(node)[-1])
+            chosen = self._value(data_inputs(node)[-1])
             if chosen is None:
                 return None
             axis, given, given_refs = int(chosen), given[:-1], data_inputs(node)[:-1]
         if {part.origin for parts in given for part in parts} == {Origin.SAMPLES}:
-            return (Part(Origin.SAMPLES, ref),)
-        shapes = [shape for each in given_refs for shape in self._slices.shapes(each)]
+            return Origin.SAMPLES
+        shapes = [shape for each in given_refs for shape in self._interpreter.shapes(each)]
         if axis != 0:
             if any(shape is None for shape in shapes):
                 return None
@@ -301,100 +384,57 @@ class ElementOrigins:
             for part in parts
         )
 
-    def _gathered(self, node: NodeDef, ref: Ref, given: list[Parts]) -> Parts | None:
+    def _gathered(self, node: NodeDef, ref: Ref, values: Parts, indices: Parts) -> Parts | Origin | None:
         """Handles values at indices: from a constant map they have the indices' origin; else mostly their shape's."""
-        values, indices = given[0], given[1]
-        origins = {part.origin for part in indices}
+        origins, own = {part.origin for part in indices}, {part.origin for part in values}
         unique = values[0].tensor
         if (unique.node, 1) == indices[0].tensor and self._view.nodes[unique.node].op in UNIQUE:
             return self._found[data_inputs(self._view.nodes[unique.node])[0]]
-        if {part.origin for part in values} != {Origin.CONSTANT}:
-            if Origin.PLACES in {part.origin for part in values}:
-                return None
-            grows = self._slices.grows(ref)
-            own = {part.origin for part in values} == {Origin.SAMPLES}
-            unknown = grows is Grows.UNKNOWN and own and origins <= {Origin.SAMPLES, Origin.PLACES}
-            return (Part(Origin.SAMPLES if unknown or grows is Grows.ALONG_AN_AXIS else Origin.COUPLED, ref),)
+        if Origin.PLACES in own:
+            return None
+        if own != {Origin.CONSTANT}:
+            shape, samples = self._interpreter.shape(ref), own == {Origin.SAMPLES}
+            unknown = samples and origins <= {Origin.SAMPLES, Origin.PLACES} and (shape is None or None in shape)
+            apart = (self._interpreter.grows_once(ref) or unknown) and node.name not in self._coupled
+            return Origin.SAMPLES if apart else Origin.COUPLED
         if len(indices) > 1:
-            one_each = _sizes(self._slices.shapes(ref)) == _sizes(self._slices.shapes(data_inputs(node)[1]))
+            one_each = _sizes(self._interpreter.shapes(ref)) == _sizes(self._interpreter.shapes(data_inputs(node)[1]))
             mapped = origins <= {Origin.CONSTANT, Origin.SAMPLES} and node.op != "GatherNd"
             return indices if one_each and mapped else None
-        return (Part(Origin.SAMPLES, ref),) if origins == {Origin.SAMPLES} else None
+        return Origin.SAMPLES if origins == {Origin.SAMPLES} else None
 
-    def _unique(self, node: NodeDef, ref: Ref, given: list[Parts]) -> Parts | None:
-        if ref.output == 1:
-            return (Part(Origin.PLACES, ref),)
-        return self._different(data_inputs(node)[0], ref) if ref.output == 0 else (Part(Origin.COUPLED, ref),)
-
-    def _segments(self, node: NodeDef, ref: Ref, given: list[Parts]) -> Parts | None:
-        return self._different(data_inputs(node)[1], ref) if ref.output == 1 else None
-
-    def _different(self, source: Ref, ref: Ref) -> Parts:
-        """Returns the parts of a vector of the different elements of another one."""
-        shape, origins = self._slices.shapes(source)[0], {part.origin for part in self._found[source]}
+    def _different(self, source: Ref) -> Origin:
+        """Returns the origin of a vector of the different elements of another one."""
+        shape, origins = self._interpreter.shape(source), {part.origin for part in self._found[source]}
         if {Origin.PLACES, Origin.SIZE} & origins:
-            return (Part(Origin.PLACES, ref),)
+            return Origin.PLACES
         known = origins <= {Origin.CONSTANT, Origin.SAMPLES, Origin.DISTINCT}
-        if known and shape is not None and len(shape) == 1:
-            return (Part(Origin.DISTINCT, ref, ref),)
-        return (Part(Origin.COUPLED, ref),)
+        return Origin.DISTINCT if known and shape is not None and len(shape) == 1 else Origin.COUPLED
 
-    def _range(self, node: NodeDef, ref: Ref, given: list[Parts]) -> Parts | None:
-        """Handles 0, 1, ... up to a number from the data: all different."""
-        origins = {part.origin for parts in given for part in parts}
-        return (Part(Origin.DISTINCT, ref, ref),) if origins == {Origin.CONSTANT, Origin.COUPLED} else None
-
-    def _accumulated(self, node: NodeDef, ref: Ref, given: list[Parts]) -> Parts | None:
-        """Handles cumulative sums, and orders: along the batch they count its samples."""
+    def _is_within_samples(self, node: NodeDef, given: Sequence[Parts]) -> bool:
+        """Returns whether columns of a list of places belong to axes behind the batch's."""
         inputs = data_inputs(node)
-        axis = self._slices.value(inputs[1]) if node.op not in ("TopKV2", "TopK") else np.array(-1)
-        shape, batch = self._slices.shapes(inputs[0])[0], self._slices.batch_axis(inputs[0])
-        if {part.origin for part in given[0]} != {Origin.SAMPLES}:
-            return None
-        if axis is None or shape is None or batch is None:
-            return (Part(Origin.PLACES, ref),)
-        return (Part(Origin.PLACES, ref),) if int(axis) % len(shape) == batch else None
-
-    def _where(self, node: NodeDef, ref: Ref, given: list[Parts]) -> Parts | None:
-        """Handles places where a mask is true, a column for each of its axes."""
-        along = {part.origin for part in given[0]} == {Origin.SAMPLES}
-        return (Part(Origin.PLACES if along else Origin.COUPLED, ref),)
-
-    def _partitioned(self, node: NodeDef, ref: Ref, given: list[Parts]) -> Parts | None:
-        """Handles elements that are distributed to outputs by number."""
-        own = all(len(parts) == 1 and parts[0].origin is Origin.SAMPLES for parts in given)
-        return (Part(Origin.SAMPLES, ref),) if own else None
-
-    def _filled(self, node: NodeDef, ref: Ref, given: list[Parts]) -> Parts | None:
-        """Handles the elements of a sparse tensor, the second input, with one more for each sample that has none."""
-        origins = {part.origin for index in (1, 3) for part in given[index]}
-        own = ref.output == 1 and Origin.SAMPLES in origins and origins <= {Origin.SAMPLES, Origin.CONSTANT}
-        return (Part(Origin.SAMPLES if own else Origin.PLACES, ref),)
-
-    def _columns(self, node: NodeDef, ref: Ref, given: list[Parts]) -> Parts | None:
-        """Handles columns of a list of places; axes after the batch's are within a sample."""
-        source = data_inputs(node)[0]
+        source = inputs[0]
         while self._view.nodes[source.node].op in ("Identity", "Cast"):
             source = data_inputs(self._view.nodes[source.node])[0]
-        bounds = [self._slices.value(each) for each in data_inputs(node)[1:]]
-        if self._view.nodes[source.node].op != "Where" or any(bound is None for bound in bounds):
-            return None
+        bounds = [bound for each in inputs[1:] if (bound := self._value(each)) is not None]
+        if self._view.nodes[source.node].op != "Where" or given[0][0].origin is not Origin.PLACES:
+            return False
         mask = data_inputs(self._view.nodes[source.node])[0]
-        shape, batch = self._slices.shapes(mask)[0], self._slices.batch_axis(mask)
-        if given[0][0].origin is not Origin.PLACES or shape is None or batch is None:
-            return None
-        graph = GraphDef(versions=self._part.versions)
-        taken = graph.node.add()
-        taken.CopyFrom(node)
-        taken.attr["T"].type = types_pb2.DT_INT64
-        del taken.input[:]
-        numbers = np.arange(len(shape), dtype=np.int64)[None]
-        for index, value in enumerate([numbers, *bounds]):
-            assert value is not None
-            make_constant(graph.node.add(name=f"operand{index}"), value)
-            taken.input.append(f"operand{index}")
-        chosen = evaluate(graph, [Ref(node.name)])[Ref(node.name)]
-        return None if batch in chosen else (Part(Origin.SAMPLES, ref),)
+        shape, batch = self._interpreter.shape(mask), self._interpreter.of(mask).axis
+        if shape is None or batch is None or len(bounds) < 3:
+            return False
+        return batch not in strided(
+            node, np.arange(len(shape))[None], *(bound for bound in bounds if bound is not None)
+        )
+
+
+def _add(graph: GraphDef, node: NodeDef, inputs: Iterable[Ref], name: str = "") -> None:
+    """Adds a copy of a node with other inputs."""
+    own = graph.node.add()
+    own.CopyFrom(node)
+    own.name = name or node.name
+    own.input[:] = map(str, inputs)
 
 
 def _sizes(shapes: Sequence[Shape | None]) -> tuple[int | None, ...]:
@@ -415,42 +455,26 @@ def inline_calls(graph: GraphDef) -> tuple[GraphDef, Mapping[Ref, Ref]]:
     """
     if not any(node.op in CALLS for node in graph.node):
         return graph, {}
-    inlining = _Inlining(graph)
-    view = Graph(graph)
-    for node in graph.node:
-        inlining.place(node, node.name, [inlining.now(ref) for ref in view.inputs(node.name)])
-    return inlining.graph, inlining.moved
+    inlined, moved = GraphDef(versions=graph.versions, library=graph.library), dict[Ref, Ref]()
 
-
-class _Inlining:
-    """A graph while calls are being inlined."""
-
-    def __init__(self, graph: GraphDef) -> None:
-        self._library = graph.library
-        self.graph = GraphDef(versions=graph.versions, library=graph.library)
-        self.moved: dict[Ref, Ref] = {}
-
-    def now(self, ref: Ref) -> Ref:
-        """Returns the tensor that replaces a tensor."""
-        return self.moved.get(ref, ref)
-
-    def place(self, node: NodeDef, name: str, inputs: Sequence[Ref]) -> None:
+    def place(node: NodeDef, name: str, inputs: Iterable[Ref]) -> None:
         """Adds a node under a name, or the body that it calls."""
+        given = [moved.get(ref, ref) for ref in inputs]
         if node.op not in CALLS:
-            own = self.graph.node.add()
-            own.CopyFrom(node)
-            own.name = name
-            del own.input[:]
-            own.input.extend(str(ref) for ref in inputs)
+            _add(inlined, node, given, name)
             return
-        body, results = function_graph(self._library, node.attr["f"].func.name)
+        body, results = function_graph(graph.library, node.attr["f"].func.name)
         view = Graph(body)
-        arguments = list(view.nodes)[: len(inputs)]
-        for argument, given in zip(arguments, inputs, strict=True):
-            self.moved[Ref(f"{name}/{argument}")] = given
+        arguments = list(view.nodes)[: len(given)]
+        moved.update({Ref(f"{name}/{argument}"): ref for argument, ref in zip(arguments, given, strict=True)})
         for inner in view.topological():
             if inner not in arguments:
-                read = [self.now(Ref(f"{name}/{ref.node}", ref.output)) for ref in view.inputs(inner)]
-                self.place(view.nodes[inner], f"{name}/{inner}", read)
+                read = (Ref(f"{name}/{ref.node}", ref.output) for ref in view.inputs(inner))
+                place(view.nodes[inner], f"{name}/{inner}", read)
         for output, ref in enumerate(results):
-            self.moved[Ref(name, output)] = self.now(Ref(f"{name}/{ref.node}", ref.output))
+            own = Ref(f"{name}/{ref.node}", ref.output)
+            moved[Ref(name, output)] = moved.get(own, own)
+
+    for node in graph.node:
+        place(node, node.name, data_inputs(node))
+    return inlined, moved

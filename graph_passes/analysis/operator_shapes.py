@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 from tensorflow.core.framework import types_pb2
 
+from graph_passes.analysis.operator_traits import BRANCHES, LOOPS
 from graph_passes.ir.call_order import CALLS
 from graph_passes.ir.graph import (
     AttrValue,
@@ -34,10 +35,6 @@ from graph_passes.ir.tensorflow_bridge import (
     takes_functions,
 )
 
-LOOPS = frozenset({"While", "StatelessWhile"})
-"""Loops: every input is an argument of condition and body, every output its value after the last round."""
-BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
-"""Branches: the first input chooses a function, the others are its arguments."""
 _HANDLES = frozenset({types_pb2.DT_RESOURCE, types_pb2.DT_VARIANT})
 # Op that reads what is behind a handle -> (output that has its shape, dimensions before it).
 _READERS = {

@@ -5,6 +5,12 @@ from __future__ import annotations
 from graph_passes.ir.graph import NodeDef
 from graph_passes.ir.tensorflow_bridge import is_stateful
 
+LOOPS = frozenset({"While", "StatelessWhile"})
+"""Every input is an argument of condition and body, every output its value after the last round."""
+BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
+"""The first input chooses a function, the others are its arguments."""
+ASKING = frozenset({"Rank", "Shape", "Size"})
+"""They tell something of their input's shape."""
 _KEEPING_ORDER_NAMES = """
     Cast CheckNumerics EnsureShape ExpandDims Identity PlaceholderWithDefault PreventGradient Reshape Snapshot Squeeze
     StopGradient
@@ -13,16 +19,24 @@ KEEPING_ORDER = frozenset(_KEEPING_ORDER_NAMES.split())
 """Their result has the elements of their first input, in row-major order."""
 KEEPING_ELEMENTS = KEEPING_ORDER | {"Transpose", "ReverseV2", "InvertPermutation"}
 """Likewise, but perhaps in another order."""
-_ELEMENTWISE_NAMES = """
-    Abs Add AddN AddV2 AsString BitwiseAnd BitwiseOr BitwiseXor Bucketize Ceil ClipByValue Div DivNoNan Equal Exp
-    Floor FloorDiv FloorMod Greater GreaterEqual Invert LeftShift Less LessEqual Log LogicalAnd LogicalNot LogicalOr
-    LookupTableFind LookupTableFindV2 Maximum Minimum Mod Mul Neg NotEqual OnesLike Pow RealDiv Relu RightShift Rint
-    Round Select SelectV2 Sigmoid Sign Sqrt Square SquaredDifference StringToHashBucket StringToHashBucketFast
-    StringToHashBucketStrong StringToNumber Sub Tanh TruncateDiv TruncateMod ZerosLike
+_NUMERIC_NAMES = """
+    Abs Acos Acosh Asin Asinh Atan Atanh Cast Ceil Cos Cosh Digamma Elu Erf Erfc Erfinv Exp Expm1
+    Floor Identity Inv IsFinite IsInf IsNan LeakyRelu Lgamma Log Log1p LogicalNot Ndtri Neg OnesLike PreventGradient
+    Reciprocal Relu Relu6 Rint Round Rsqrt Selu Sigmoid Sign Sin Sinh Snapshot Softplus Softsign Sqrt Square
+    StopGradient Tan Tanh ZerosLike Add AddV2 Atan2 BitwiseAnd BitwiseOr BitwiseXor Div DivNoNan Equal FloorDiv
+    FloorMod Greater GreaterEqual Less LessEqual LogicalAnd LogicalOr Maximum Minimum Mod Mul MulNoNan NotEqual Pow
+    RealDiv SquaredDifference Sub TruncateDiv TruncateMod Xdivy Xlog1py Xlogy EluGrad InvGrad LeakyReluGrad
+    ReciprocalGrad ReluGrad Relu6Grad RsqrtGrad SeluGrad SigmoidGrad SoftplusGrad SoftsignGrad SqrtGrad TanhGrad
+    AddN ClipByValue SelectV2
 """
-ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
-"""Each element of their result is computed from one of each input, which may be broadcast."""
-JOINING = frozenset({"ConcatV2", "Pack"})
+NUMERIC = frozenset(_NUMERIC_NAMES.split())
+"""Each number of their result is computed from one of each input, which may be broadcast."""
+_OTHER_NAMES = """
+    AsString Bucketize Invert LeftShift LookupTableFind LookupTableFindV2 RightShift Select StringToHashBucket
+    StringToHashBucketFast StringToHashBucketStrong StringToNumber
+"""
+ELEMENTWISE = (NUMERIC - KEEPING_ORDER) | frozenset(_OTHER_NAMES.split())
+"""Likewise, of numbers and texts, without `KEEPING_ORDER`."""
 GATHERS = frozenset({"Gather", "GatherV2", "GatherNd", "ResourceGather", "ResourceGatherNd"})
 """Elements of their first input, at the indices that the second one has."""
 REPEATING = frozenset({"BroadcastTo", "Fill", "Tile"})

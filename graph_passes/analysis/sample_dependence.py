@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
-from graph_passes.analysis.operator_shapes import BRANCHES, LOOPS, ShapeInference
+from graph_passes.analysis.operator_shapes import KnownShapes, ShapeInference
+from graph_passes.analysis.operator_traits import BRANCHES, LOOPS
 from graph_passes.analysis.sample_interpreter import Interpreter, Whole
 from graph_passes.analysis.sample_rules import RULES
 from graph_passes.analysis.slice_shapes import Dependence, SliceShapes, part_before
@@ -122,11 +123,10 @@ def _interpreted(
         graph,
         RULES,
         samples,
-        shapes.found[:2],
+        [KnownShapes(dict(own), elements_of, {}) for own, elements_of in zip(shapes.found, elements, strict=False)],
         scalars,
         loss_nodes,
         open_shapes,
-        elements=elements,
         inference=inference,
     )
     interpreter.run(spreads)
@@ -144,11 +144,11 @@ def _shapes(program: Program, graph: GraphDef) -> SliceShapes | None:
 
 def _inside(
     program: Program, graph: GraphDef, shapes: SliceShapes, inference: ShapeInference
-) -> tuple[SliceShapes, Sequence[Mapping[Ref, Shape]]]:
+) -> tuple[SliceShapes, Sequence[dict[Ref, Shape]]]:
     """Infers shapes after loops and branches too, and of lists' elements for both numbers of samples."""
     assert shapes.samples is not None
     few, many = shapes.samples
-    nothing: Sequence[Mapping[Ref, Shape]] = ({}, {})
+    nothing: Sequence[dict[Ref, Shape]] = ({}, {})
     try:
         if not any(node.op in (*LOOPS, *BRANCHES) for node in graph.node):
             return shapes.through_functions(program, shapes.found[0]), nothing

@@ -273,16 +273,8 @@ def _outer_by_place(interpreter: Interpreter, node: NodeDef, table: Spread) -> i
 
 def _without_place(interpreter: Interpreter, node: NodeDef) -> Spread:
     """Handles sample-by-sample operations, whatever the places are."""
-    refs = interpreter.graph.inputs(node.name)
-    used = [(ref, interpreter.of(ref)) for ref in refs]
-    return Spread(
-        axis=interpreter.batch_axis(node, 0, used),
-        outer=interpreter.outer(node, 0, used),
-        varies=any(spread.varies for _, spread in used),
-        degree=used[0][1].degree,
-        known=all(spread.known for _, spread in used),
-        partial=any(spread.partial for _, spread in used),
-    )
+    used = list(zip(interpreter.graph.inputs(node.name), interpreter.inputs(node), strict=True))
+    return interpreter.by_sample(node, used)._replace(degree=used[0][1].degree, place=False)
 
 
 def _where(interpreter: Interpreter, node: NodeDef) -> Spread | None:

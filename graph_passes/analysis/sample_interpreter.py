@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.analysis.operator_shapes import CallShapes, KnownShapes, ShapeInference
-from graph_passes.analysis.operator_traits import (
-    ELEMENTWISE,
-    draws_numbers,
-)
+from graph_passes.analysis.operator_traits import ASKING, ELEMENTWISE, draws_numbers
 from graph_passes.analysis.sample_lengths import with_lengths
-from graph_passes.analysis.shape_values import ASKING, ShapeValues
+from graph_passes.analysis.shape_values import ShapeValues
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import COUNTABLE_DTYPES, Graph, GraphDef, NodeDef, Ref
 from graph_passes.ir.spreads import CONSTANT, Coupling, Spread, all_shared, common_outer, degree_of
@@ -23,7 +21,7 @@ from graph_passes.ir.tensorflow_bridge import Shape, function_graph, is_stateful
 Rule: TypeAlias = "Callable[[Interpreter, NodeDef], Spread | Sequence[Spread] | None]"
 _SOME_LENGTH = 48
 """Assumed length of an axis of unknown length: growth with the samples doesn't depend on it."""
-_LIKE_INPUTS = ELEMENTWISE | frozenset({"BiasAdd", "Elu", "Erf", "LeakyRelu", "Selu", "Softplus"})
+_LIKE_INPUTS = ELEMENTWISE | {"BiasAdd"}
 """Ops whose output has the rows of their inputs, even where shape inference doesn't know how many these are."""
 _DEEPEST = 8
 """The deepest nesting of calls that is interpreted."""
@@ -66,16 +64,16 @@ class Interpreter:
         graph: a flat graph, producers first.
         rules: op -> its effect on its inputs' spreads; None if it treats each sample by itself.
         samples: two numbers of samples of a slice.
-        shapes: of its tensors, for each of them.
+        known: shapes of its tensors and of lists' elements, for each of them.
         scalars: values of some placeholders, for each of them.
         loss_nodes: the nodes that serve only the loss and metrics, which may read statistics of the whole batch.
         open_shapes: ``Shape`` nodes that can only be computed where their tensor is.
-        elements: shapes of the elements of lists, for each of ``samples``.
         inference: of the graph's library.
         depth: of calls.
 
     Attributes:
         inference: tells shapes inside functions.
+        sizes: the two numbers of samples.
         spreads: those found so far.
         couplings: (node, what it does), in the order of the graph.
         places: where elements of lists with one for each sample are taken from and put to.
@@ -87,26 +85,26 @@ class Interpreter:
         graph: Graph,
         rules: Mapping[str, Rule],
         samples: tuple[int, int],
-        shapes: Sequence[Mapping[Ref, Shape | None]],
+        known: Sequence[KnownShapes],
         scalars: Sequence[Mapping[Ref, float]],
         loss_nodes: Container[str] = (),
         open_shapes: Container[str] = (),
         *,
-        elements: Sequence[Mapping[Ref, Shape]] = ({}, {}),
         inference: ShapeInference | None = None,
         depth: int = 0,
     ) -> None:
-        self.graph, self._rules, self._samples, self._shapes = graph, rules, samples, [dict(own) for own in shapes]
-        self._elements, self.inference = elements, inference or ShapeInference(graph.graph.library)
+        self.graph, self._rules, self.sizes, self._known = graph, rules, samples, known
+        self._shapes = [dict(own.shapes) for own in known]
+        self.inference = inference or ShapeInference(graph.graph.library)
         self._loss_nodes, self._open_shapes, self._depth = loss_nodes, open_shapes, depth
         constants: dict[str, np.ndarray | None] = {}
 
         def values() -> list[ShapeValues]:
-            pairs = zip(shapes, scalars, strict=True)
-            return [ShapeValues(graph, known, given, constants) for known, given in pairs]
+            pairs = zip(known, scalars, strict=True)
+            return [ShapeValues(graph, own.shapes, given, constants) for own, given in pairs]
 
         self._values = self._supposed = values()
-        if any(None in (shape or ()) for shape in shapes[0].values()):
+        if any(None in (shape or ()) for shape in known[0].shapes.values()):
             self._supposed = values()
         self._dtypes: dict[str, list[int]] = {}
         self.spreads: dict[Ref, Spread] = {}
@@ -143,7 +141,7 @@ class Interpreter:
             if np.isnan(numbers[0]).any() and any(spread.degree is None for spread in self.inputs(node)):
                 return [Spread(degree=None, known=known)]  # of lengths that nobody knows, perhaps the slice's own
             if not np.isnan(numbers[0]).any() or node.op in ASKING:
-                return [Spread(degree=degree_of(*numbers, self._samples[1] / self._samples[0]), known=known)]
+                return [Spread(degree=degree_of(*numbers, self.sizes[1] / self.sizes[0]), known=known)]
         rule = self._rules.get(node.op)
         if rule is not None:
             by_rule = rule(self, node)
@@ -162,10 +160,10 @@ class Interpreter:
         """Evaluates what follows from shapes; an axis with samples of unknown length has one row for each."""
         spread = self.inputs(node)[0] if node.op in ASKING else CONSTANT
         axis = None if spread.partial or spread.one_by_one else spread.axis
-        for own, samples in zip(self._values, self._samples, strict=True):
+        for own, samples in zip(self._values, self.sizes, strict=True):
             own.add(node, axis, samples * (spread.outer or 1))
         if self._supposed is not self._values:
-            for own, samples in zip(self._supposed, self._samples, strict=True):
+            for own, samples in zip(self._supposed, self.sizes, strict=True):
                 own.add(node, axis, samples * (spread.outer or 1), _SOME_LENGTH)
         if node.op == "Reshape" and (sizes := self.numbers(self.graph.inputs(node.name)[1])) is not None:
             for shapes, asked in zip(self._shapes, sizes, strict=True):
@@ -178,8 +176,8 @@ class Interpreter:
     def call_shapes(self, refs: Sequence[Ref]) -> tuple[CallShapes, CallShapes]:
         """Returns the known shapes of a call's inputs, for both numbers of samples."""
         few, many = (
-            CallShapes(tuple(shapes.get(ref) for ref in refs), tuple(elements.get(ref) for ref in refs))
-            for shapes, elements in zip(self._shapes, self._elements, strict=True)
+            CallShapes(tuple(map(shapes.get, refs)), tuple(map(own.elements.get, refs)))
+            for shapes, own in zip(self._shapes, self._known, strict=True)
         )
         return few, many
 
@@ -193,7 +191,7 @@ class Interpreter:
             known = [self.inference.of_function(graph, given) for given in (few, many)]
         except PassError:
             return None
-        return Body(_sorted(graph), arguments, results, known)
+        return Body(in_order(graph), arguments, results, known)
 
     def scalars_of(self, body: Body, refs: Sequence[Ref], same: Sequence[bool] = ()) -> list[dict[Ref, float]]:
         """Returns a function's arguments that follow from shapes; ``same`` marks rounds' equal ones."""
@@ -209,14 +207,12 @@ class Interpreter:
 
     def inside(self, body: Body, given: Sequence[Spread], scalars: Sequence[Mapping[Ref, float]]) -> Interpreter:
         """Interprets a function for arguments of these spreads."""
-        shapes, elements = [known.shapes for known in body.known], [known.elements for known in body.known]
         interpreter = Interpreter(
             body.graph,
             self._rules,
-            self._samples,
-            shapes,
+            self.sizes,
+            body.known,
             scalars,
-            elements=elements,
             inference=self.inference,
             depth=self._depth + 1,
         )
@@ -251,6 +247,10 @@ class Interpreter:
         """Returns whether a tensor is a list of tensors, say."""
         return self.dtypes(ref.node)[ref.output] in (types_pb2.DT_VARIANT, types_pb2.DT_RESOURCE)
 
+    def shapes(self, ref: Ref) -> list[Shape | None]:
+        """Returns a tensor's shapes for both numbers of samples."""
+        return [shapes.get(ref) for shapes in self._shapes]
+
     def shape(self, ref: Ref) -> Shape | None:
         """Returns a tensor's shape for the smaller number of samples."""
         return self._shapes[0].get(ref)
@@ -283,20 +283,21 @@ class Interpreter:
 
     def growing(self, ref: Ref) -> list[int]:
         """Returns the axes of a tensor whose lengths are proportional to the number of samples."""
-        few, many = (shapes.get(ref) for shapes in self._shapes)
-        return _growing(few, many, self._samples)
+        few, many = self.shapes(ref)
+        return _growing(few, many, self.sizes)
 
     def differing(self, ref: Ref) -> list[int]:
         """Returns the axes of a tensor whose lengths depend on the number of samples, in whatever way."""
-        few, many = (shapes.get(ref) for shapes in self._shapes)
-        if few is None or many is None or len(few) != len(many):
-            return []
-        return [axis for axis, (one, other) in enumerate(zip(few, many, strict=True)) if one != other]
+        return _differing(*self.shapes(ref))
+
+    def grows_once(self, ref: Ref) -> bool:
+        """Returns whether one axis of a tensor is proportional to the number of samples, and no other depends on it."""
+        return grows_once(self.shapes(ref), self.sizes)
 
     @property
     def samples(self) -> int:
         """The smaller number of samples."""
-        return self._samples[0]
+        return self.sizes[0]
 
     def rows(self, ref: Ref) -> int | None:
         """Returns the rows of each sample in a tensor with a batch axis; None where they aren't known."""
@@ -425,6 +426,22 @@ class Interpreter:
         self.wholes.append(Whole(node.name, 0, ref))
         return CONSTANT
 
+    def by_sample(self, node: NodeDef, used: Sequence[tuple[Ref, Spread]], degree: int | None = 0) -> Spread:
+        """Returns the spread of a tensor with a batch axis that is computed from others sample by sample."""
+        axis = self.batch_axis(node, 0, used)
+        if degree is None:
+            self.couple_size(node)
+        spreads = [spread for _, spread in used]
+        return Spread(
+            axis=axis,
+            outer=self.outer(node, 0, used),
+            varies=any(spread.varies for spread in spreads),
+            degree=degree or 0,
+            known=all(spread.known for spread in spreads),
+            place=any(spread.place for spread in spreads),
+            partial=any(spread.partial for spread in spreads),
+        )
+
     def generic(self, node: NodeDef) -> list[Spread]:
         """Returns the default spreads of an operation: it treats each sample by itself."""
         refs = self.graph.inputs(node.name)
@@ -466,16 +483,28 @@ def _either(known: int | None, told: int | None) -> int | None:
 
 def _growing(few: Shape | None, many: Shape | None, samples: tuple[int, int]) -> list[int]:
     """Returns the axes whose lengths are proportional to the number of samples."""
-    if few is None or many is None or len(few) != len(many):
-        return []
-    return [
-        axis
-        for axis, (one, other) in enumerate(zip(few, many, strict=True))
-        if one and other and one * samples[1] == other * samples[0]
-    ]
+    return [axis for axis, one, other in _pairs(few, many) if one and other and one * samples[1] == other * samples[0]]
 
 
-def _sorted(graph: GraphDef) -> Graph:
+def _differing(few: Shape | None, many: Shape | None) -> list[int]:
+    """Returns the axes whose lengths differ."""
+    return [axis for axis, one, other in _pairs(few, many) if one != other]
+
+
+def _pairs(few: Shape | None, many: Shape | None) -> Iterator[tuple[int, int | None, int | None]]:
+    """Yields the lengths of each axis of two shapes; nothing if their ranks aren't known to be the same."""
+    if few is not None and many is not None and len(few) == len(many):
+        yield from zip(itertools.count(), few, many)
+
+
+def grows_once(shapes: Sequence[Shape | None], sizes: tuple[int, int]) -> bool:
+    """Returns whether one axis alone depends on the number of samples, to which it is proportional."""
+    few, many = shapes
+    axes = _differing(few, many)
+    return len(axes) == 1 and axes == _growing(few, many, sizes)
+
+
+def in_order(graph: GraphDef) -> Graph:
     """Returns a function's body, producers first."""
     view = Graph(graph)
     ordered = GraphDef(versions=graph.versions, library=graph.library)

@@ -7,8 +7,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graph_passes.analysis.operator_traits import ELEMENTWISE, GATHERS, KEEPING_ELEMENTS, KEEPING_ORDER, REPEATING
-from graph_passes.analysis.shape_values import ASKING
+from graph_passes.analysis.operator_traits import (
+    ASKING,
+    ELEMENTWISE,
+    GATHERS,
+    KEEPING_ELEMENTS,
+    KEEPING_ORDER,
+    REPEATING,
+)
 from graph_passes.ir.graph import NodeDef, Ref
 from graph_passes.ir.spreads import Coupling, Spread
 from graph_passes.ir.tensorflow_bridge import takes_functions

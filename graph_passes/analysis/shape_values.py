@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from graph_passes.analysis.operator_traits import ASKING
 from graph_passes.ir.graph import FLOAT_DTYPES, Graph, NodeDef, Ref
 from graph_passes.ir.tensorflow_bridge import Shape, constant_value
 
-_LARGEST = 1024
+_LARGEST = 1 << 16
 """The most elements of a tensor whose value is computed: shapes, axes and counts are small."""
-ASKING = frozenset({"Shape", "Size", "Rank"})
-"""Ops that tell something of their input's shape."""
 _UNARY: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "Identity": np.array,
     "StopGradient": np.array,
@@ -128,7 +127,7 @@ def _computed(node: NodeDef, inputs: Sequence[np.ndarray]) -> np.ndarray | None:
     integers: Any = [None if np.isnan(value).any() else value.astype(np.int64) for value in inputs]
     match op:
         case "StridedSlice" if all(value is not None for value in integers[1:]):
-            return _strided(node, first, *integers[1:])
+            return strided(node, first, *integers[1:])
         case "Pack" if len({value.shape for value in inputs}) == 1:
             return np.stack(inputs, node.attr["axis"].i)
         case "ConcatV2" if integers[-1] is not None:
@@ -150,15 +149,12 @@ def _computed(node: NodeDef, inputs: Sequence[np.ndarray]) -> np.ndarray | None:
     return None
 
 
-def _strided(
-    node: NodeDef, value: np.ndarray, begin: np.ndarray, end: np.ndarray, stride: np.ndarray
-) -> np.ndarray | None:
-    """Returns a slice of a vector, by TensorFlow's masks."""
-    masks = {name: node.attr[name].i for name in ("begin_mask", "end_mask", "shrink_axis_mask")}
-    if value.ndim != 1 or begin.size != 1 or node.attr["ellipsis_mask"].i or node.attr["new_axis_mask"].i:
-        return None
-    if masks["shrink_axis_mask"]:
-        return np.asarray(value[int(begin[0])])
-    first = None if masks["begin_mask"] else int(begin[0])
-    last = None if masks["end_mask"] else int(end[0])
-    return value[first : last : int(stride[0])]
+def strided(node: NodeDef, value: np.ndarray, begin: np.ndarray, end: np.ndarray, stride: np.ndarray) -> np.ndarray:
+    """Returns a `StridedSlice`, by its masks."""
+    names = ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
+    index: list[Any] = []
+    for place, bounds in enumerate(zip(*(map(int, given) for given in (begin, end, stride)), strict=True)):
+        starts, stops, rest, new, one = (bool(node.attr[f"{name}_mask"].i >> place & 1) for name in names)
+        part = slice(None if starts else bounds[0], None if stops else bounds[1], bounds[2])
+        index.append(Ellipsis if rest else None if new else bounds[0] if one else part)
+    return np.asarray(value[tuple(index)])

@@ -14,16 +14,31 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
+
+from tensorflow.core.framework import types_pb2
 
 from graph_passes.analysis.operator_shapes import ShapeInference
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import Graph, GraphDef, NodeDef, Ref
+from graph_passes.ir.collectives import without_sums
+from graph_passes.ir.graph import (
+    POSITION_ATTR,
+    AttrValue,
+    Builder,
+    Graph,
+    GraphDef,
+    Names,
+    NodeDef,
+    Ref,
+    copied_node,
+    dtype_attr,
+    make_const,
+    make_node,
+)
 from graph_passes.ir.program import Program, Roles
-from graph_passes.ir.replica_sums import without_sums
 from graph_passes.ir.static_shapes import ShapesOf
-from graph_passes.ir.tensorflow_bridge import Shape, measure_shapes
+from graph_passes.ir.tensorflow_bridge import Shape, measure_shapes, output_dtypes
 
 SAMPLES = ((7, 11), (84, 132))
 """Pairs of numbers of samples, the first that the model can be computed for counts.
@@ -257,3 +272,93 @@ def _told(roles: Roles, inputs: _Inputs) -> str:
         for ref in roles.inputs
     )
     return ", ".join(shown)
+
+
+def with_known_shapes(
+    program: Program, shapes: SliceShapes, wanted: Container[str], stage_of: Mapping[str, int]
+) -> tuple[GraphDef, frozenset[str]]:
+    """Returns a copy that computes the ``wanted`` shapes from the slice's number of samples wherever possible.
+
+    A model may take the batch size from one tensor and use it much later. Slices differ between stages, so such a
+    value must not cross a cut; as a function of the stage's own slice it needn't. Lengths that the model leaves open
+    are the same in all slices, and may cross.
+
+    Returns:
+        The copy, and its nodes that are the same in all slices.
+    """
+    samples = program.roles.slice.samples
+    samples, graph = program.roles.slice.samples, Graph(program.graph)
+    builder = Builder(GraphDef(versions=program.graph.versions, library=program.graph.library))
+    builder.names = Names(graph.nodes)
+    even: set[str] = set()
+    for node in program.graph.node:
+        axes = shapes.axes(graph.inputs(node.name)[0]) if node.name in wanted else None
+        told = axes is not None and all(axis.dependence is not Dependence.UNKNOWN for axis in axes)
+        if axes is None or not told or output_dtypes(node) != [types_pb2.DT_INT32]:
+            builder.graph.node.append(node)
+            continue
+        source = graph.inputs(node.name)[0].node
+        open_lengths = any(axis.dependence in (Dependence.LENGTH, Dependence.BOTH) for axis in axes)
+        if (open_lengths and source not in stage_of) or all(axis.dependence is Dependence.FIXED for axis in axes):
+            builder.graph.node.append(node)  # Each stage reads it of its own slice.
+            continue
+        attrs = graph.nodes[source].attr
+        position = {POSITION_ATTR: attrs[POSITION_ATTR]} if POSITION_ATTR in attrs else {}
+        even |= _write_shape(builder, node, axes, samples, position)
+    return builder.graph, frozenset(even)
+
+
+def _write_shape(
+    builder: Builder, node: NodeDef, axes: Sequence[Axis], samples: Ref, position: Mapping[str, AttrValue]
+) -> set[str]:
+    """Adds nodes that compute a shape: fixed + rate * samples + lengths + rows * samples.
+
+    Lengths, and rows (per sample) that depend on them, are read of the tensor itself, where it is made.
+
+    Args:
+        builder: of the graph to add them to.
+        node: the ``Shape`` node that they replace.
+        axes: what each axis depends on.
+        samples: the slice's number of samples.
+        position: of the node that makes the tensor.
+
+    Returns:
+        The names of nodes that are equal in all slices.
+    """
+    int32 = {"T": dtype_attr(types_pb2.DT_INT32)}
+
+    def const(part: str, values: Sequence[int]) -> Ref:
+        return builder.append(make_const(builder.names.fresh(f"{node.name}/{part}"), values, types_pb2.DT_INT32))
+
+    def add(part: str, op: str, *inputs: Ref, **attrs: AttrValue) -> Ref:
+        return builder.add(f"{node.name}/{part}", op, inputs, **int32, **attrs)
+
+    def own() -> Ref:
+        copy = copied_node(node)
+        copy.name = builder.names.fresh(f"{node.name}/own")
+        with builder.marked(position):
+            return builder.append(copy)
+
+    def sizes(dependence: Dependence) -> list[int]:
+        return [axis.size or 0 if axis.dependence is dependence else 0 for axis in axes]
+
+    def chosen(dependence: Dependence) -> list[int]:
+        return [int(axis.dependence is dependence) for axis in axes]
+
+    terms, even = [], set()
+    if any(rates := sizes(Dependence.BATCH)):
+        terms.append(add("scaled", "Mul", const("rate", rates), samples))
+    terms.append(const("fixed", sizes(Dependence.FIXED)))
+    if any(lengths := chosen(Dependence.LENGTH)):
+        terms.append(add("lengths", "Mul", own(), const("of_lengths", lengths), **position))
+        even.add(terms[-1].node)
+    if any(merged := chosen(Dependence.BOTH)):
+        rows = add("merged", "Mul", own(), const("of_both", merged), **position)
+        rows = add("rows", "FloorDiv", rows, samples, **position)
+        even.add(rows.node)
+        terms.append(add("grown", "Mul", rows, samples))
+    total, *others, last = terms
+    for term in others:
+        total = add("sum", "AddV2", total, term)
+    builder.append(make_node(node.name, "AddV2", [total, last], attrs=int32))
+    return even

@@ -2,7 +2,7 @@
 
 Every rule is derived from the operator's signature, written in letters: one letter for each axis of its inputs and
 outputs (see `split_signatures`). An operator can be split along a letter when its part computes, from the cut inputs, a
-slice of each output that has the letter, and a partial sum of each that hasn't. `split_table` lists the operators.
+slice of each output that has the letter, and a partial sum of each that hasn't.
 
 Source: FD-DPS (Mathematics 2022, 10, 4788), section 4.1: "the specified axis of the input of computationally intensive
 operators is partitioned [...] to compute disjoint subsets of the original operator's output tensors".
@@ -10,23 +10,23 @@ operators is partitioned [...] to compute disjoint subsets of the original opera
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from graph_passes.analysis.split_signatures import ANY, WHOLE, Signature
-from graph_passes.analysis.split_table import signatures_of
+from graph_passes.analysis.split_signatures import ANY, WHOLE, Signature, signatures_of
 from graph_passes.ir.batching import split_evenly
 from graph_passes.ir.graph import NodeDef, Ref
+from graph_passes.ir.tensorflow_bridge import Shape
 
+Tensor = TypeVar("Tensor")
 FIRST = -1
 """In place of an axis: a tensor that is equal in all parts, or that only its own parts read, so any of them will do."""
-
-Shape = tuple[int | None, ...]
 
 
 class Split(NamedTuple):
@@ -224,3 +224,86 @@ def _rule(
     # An axis without elements can't be split.
     length = math.gcd(*lengths) if lengths and min(lengths) > 0 else 0
     return dataclasses.replace(rule, length=length) if length >= 2 else None
+
+
+class Whole(NamedTuple):
+    """An operator that is split."""
+
+    rule: SplitRule
+    parts: int
+
+    def cut(self, output: int) -> Cut | None:
+        """Returns how its parts make an output."""
+        return self.rule.output_cut(output, self.parts)
+
+
+class Splitting(abc.ABC, Generic[Tensor]):
+    """Tensors of a graph whose operators are being split.
+
+    Attributes:
+        wholes: name of an operator -> how it is split.
+        joined: output of a split operator -> the whole tensor, for outputs that are read whole.
+    """
+
+    def __init__(self, wholes: Mapping[str, Whole]) -> None:
+        self.wholes = wholes
+        self.joined: dict[Ref, Tensor] = {}
+        self._cuts: dict[tuple[Ref, Cut], list[Tensor]] = {}
+
+    @abc.abstractmethod
+    def unsplit(self, ref: Ref) -> Tensor:
+        """Returns a tensor of an operator that isn't split."""
+
+    @abc.abstractmethod
+    def made_by_parts(self, ref: Ref, whole: Whole) -> list[Tensor]:
+        """Returns what each part of an operator makes in place of a tensor."""
+
+    @abc.abstractmethod
+    def join(self, ref: Ref, name: str, op: str, inputs: Sequence[Tensor], operand: float | None = None) -> Tensor:
+        """Adds a node that makes a whole tensor, or the total of a mean.
+
+        Args:
+            ref: the tensor.
+            name: of the node.
+            op: ``ConcatV2``, ``AddN`` or ``RealDiv``.
+            inputs: the tensors that it reads.
+            operand: the axis or the divisor.
+        """
+
+    @abc.abstractmethod
+    def cut(self, ref: Ref, tensor: Tensor, cut: Cut) -> list[Tensor]:
+        """Adds the node that cuts a tensor for all readers with this cut; ``tensor`` is the whole one."""
+
+    def whole(self, ref: Ref) -> Tensor:
+        """Returns a whole tensor."""
+        whole = self.wholes.get(ref.node)
+        if whole is None:
+            return self.unsplit(ref)
+        if ref not in self.joined:
+            self.joined[ref] = self._joined(ref, whole)
+        return self.joined[ref]
+
+    def _joined(self, ref: Ref, whole: Whole) -> Tensor:
+        parts = self.made_by_parts(ref, whole)
+        axis, divisor = whole.rule.output_axes[ref.output], whole.rule.divisor
+        if axis == FIRST:
+            return parts[0]
+        if axis is not None:
+            return self.join(ref, joined_name(ref), "ConcatV2", parts, axis)
+        if not divisor:
+            return self.join(ref, joined_name(ref), "AddN", parts)
+        total = self.join(ref, total_name(ref), "AddN", parts)
+        return self.join(ref, joined_name(ref), "RealDiv", [total], float(divisor))
+
+    def read_by_parts(self, ref: Ref, argument: int, reader: Whole) -> list[Tensor]:
+        """Returns a tensor as each part of an operator reads it."""
+        cut = reader.rule.input_cut(argument, reader.parts)
+        producer = self.wholes.get(ref.node)
+        if cut is not None and producer is not None and producer.cut(ref.output) == cut:
+            return self.made_by_parts(ref, producer)
+        tensor = self.whole(ref)
+        if cut is None or cut.axis == FIRST:
+            return [tensor] * reader.parts
+        if (ref, cut) not in self._cuts:
+            self._cuts[ref, cut] = self.cut(ref, tensor, cut)
+        return self._cuts[ref, cut]

@@ -15,19 +15,20 @@ from __future__ import annotations
 import math
 import string
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from tensorflow.core.framework import types_pb2
 
+from graph_passes.analysis.operator_traits import NUMERIC
 from graph_passes.ir.graph import NodeDef
+from graph_passes.ir.tensorflow_bridge import Shape
 
 ANY = "*"
 WHOLE = ""
 """The term of an input that is read whole, and of an output that all parts add to."""
 
-Shape: TypeAlias = tuple[int | None, ...]
 Known: TypeAlias = tuple[int, ...]
 """A shape without unknown lengths."""
 
@@ -90,7 +91,7 @@ class Operator(NamedTuple):
         return None if value is None else [int(number) for number in np.ravel(value)]
 
 
-def matmul_signatures(operator: Operator) -> tuple[Signature, ...]:
+def _matmul(operator: Operator) -> tuple[Signature, ...]:
     """Splits along rows, columns, or the inner axis, over which the result is a sum."""
     a, b = operator.flag("transpose_a"), operator.flag("transpose_b")
     # x' dy, the gradient of weights, is a sum over the batch.
@@ -99,7 +100,7 @@ def matmul_signatures(operator: Operator) -> tuple[Signature, ...]:
     return (Signature(("ji" if a else "ij", "kj" if b else "jk"), ("ik",), dimensions),)
 
 
-def batch_matmul_signatures(operator: Operator) -> tuple[Signature, ...]:
+def _batch_matmul(operator: Operator) -> tuple[Signature, ...]:
     """Splits along the batch, which may be broadcast, rows, columns, or the inner axis, over which the result is a sum.
 
     Sums of half precision are left whole: their parts may be larger than it holds.
@@ -117,7 +118,7 @@ def batch_matmul_signatures(operator: Operator) -> tuple[Signature, ...]:
     return (Signature((left, right), (letters + "IK",), dimensions),)
 
 
-def einsum_signatures(operator: Operator) -> tuple[Signature, ...]:
+def _einsum(operator: Operator) -> tuple[Signature, ...]:
     """``abc,cd->abd``: a label that isn't in the output is summed over."""
     equation = operator.text("equation").replace(" ", "")
     if "." in equation or equation.count("->") != 1:
@@ -151,7 +152,7 @@ def _aligned(letters: str, output: Known, shape: Known) -> str:
     )
 
 
-def elementwise_signatures(operator: Operator) -> tuple[Signature, ...]:
+def _elementwise(operator: Operator) -> tuple[Signature, ...]:
     """Splits along any axis of the output; inputs that are broadcast along it are read whole."""
     output = operator.outputs[0]
     if output is None or not output or any(shape is None or len(shape) > len(output) for shape in operator.inputs):
@@ -161,7 +162,7 @@ def elementwise_signatures(operator: Operator) -> tuple[Signature, ...]:
     return (Signature(terms, (letters,), _axes(letters)),)
 
 
-def softmax_signatures(operator: Operator) -> tuple[Signature, ...]:
+def _softmax(operator: Operator) -> tuple[Signature, ...]:
     """Splits along any axis but the last, over which the softmax is."""
     output = operator.outputs[0]
     if not output:
@@ -170,31 +171,24 @@ def softmax_signatures(operator: Operator) -> tuple[Signature, ...]:
     return (Signature((letters,), (letters,), _axes(letters)),)
 
 
-def select_signatures(operator: Operator) -> tuple[Signature, ...]:
+def _select(operator: Operator) -> tuple[Signature, ...]:
     """Splits Select; the old op's condition, if it isn't a scalar and has another shape, chooses among rows."""
     condition, output = operator.inputs[0], operator.outputs[0]
-    return elementwise_signatures(operator) if condition in ((), output) else ()
+    return _elementwise(operator) if condition in ((), output) else ()
 
 
-def broadcast_to_signatures(operator: Operator) -> tuple[Signature, ...]:
-    """Any axis of the output."""
-    source, output = operator.inputs[0], operator.outputs[0]
+def _filled(operator: Operator) -> tuple[Signature, ...]:
+    """Splits BroadcastTo and Fill along any axis of the output."""
+    value = int(operator.node.op == "Fill")
+    source, output = operator.inputs[value], operator.outputs[0]
     if source is None or output is None:
         return ()
     letters = _letters(len(output))
-    return (Signature((_aligned(letters, output, source), letters), (letters,), _axes(letters), frozenset({1})),)
+    terms = _aligned(letters, output, source), letters
+    return (Signature(terms[::-1] if value else terms, (letters,), _axes(letters), frozenset({1 - value})),)
 
 
-def fill_signatures(operator: Operator) -> tuple[Signature, ...]:
-    """Any axis of the output."""
-    output = operator.outputs[0]
-    if output is None:
-        return ()
-    letters = _letters(len(output))
-    return (Signature((letters, WHOLE), (letters,), _axes(letters), frozenset({0})),)
-
-
-def identities_signatures(operator: Operator) -> tuple[Signature, ...]:
+def _identities(operator: Operator) -> tuple[Signature, ...]:
     """Tensors that pass through; those are cut whose first, or last, axis is as long as that of the first tensor."""
     first = operator.inputs[0]
     if not first:
@@ -211,7 +205,7 @@ def identities_signatures(operator: Operator) -> tuple[Signature, ...]:
     return tuple(signatures)
 
 
-def same_lengths_signatures(operator: Operator) -> tuple[Signature, ...]:
+def _same_lengths(operator: Operator) -> tuple[Signature, ...]:
     """Splits padding and the like along axes whose length doesn't change; other inputs are read whole."""
     source, output = operator.inputs[0], operator.outputs[0]
     if source is None or output is None or len(source) != len(output):
@@ -221,15 +215,15 @@ def same_lengths_signatures(operator: Operator) -> tuple[Signature, ...]:
     return (Signature((letters, *rest), (letters,), _axes(letters)),)
 
 
-def slice_signatures(operator: Operator) -> tuple[Signature, ...]:
+def _slice(operator: Operator) -> tuple[Signature, ...]:
     """Splits along axes whose length doesn't change: they are taken whole; the slice's size is the output's shape."""
     return tuple(
         signature._replace(inputs=(signature.inputs[0], WHOLE, signature.outputs[0]), shape_inputs=frozenset({2}))
-        for signature in same_lengths_signatures(operator)
+        for signature in _same_lengths(operator)
     )
 
 
-def strided_slice_signatures(operator: Operator) -> tuple[Signature, ...]:
+def _strided_slice(operator: Operator) -> tuple[Signature, ...]:
     """Splits along axes that both masks and stride 1 leave whole. For the gradient, input and output change places."""
     backward = operator.node.op == "StridedSliceGrad"
     source = operator.outputs[0] if backward else operator.inputs[0]
@@ -251,7 +245,7 @@ def strided_slice_signatures(operator: Operator) -> tuple[Signature, ...]:
     return (Signature((letters, *rest), (sliced,), _axes(letters)),)
 
 
-def concat_signatures(operator: Operator) -> tuple[Signature, ...]:
+def _concat(operator: Operator) -> tuple[Signature, ...]:
     """Splits along another axis than that of the concatenation."""
     first, output = operator.inputs[0], operator.outputs[0]
     if first is None or output is None or len(operator.inputs) < 3:
@@ -260,7 +254,7 @@ def concat_signatures(operator: Operator) -> tuple[Signature, ...]:
     return (Signature((letters,) * (len(operator.inputs) - 1) + (WHOLE,), (letters,), _axes(letters)),)
 
 
-def split_signatures(operator: Operator) -> tuple[Signature, ...]:
+def _split(operator: Operator) -> tuple[Signature, ...]:
     """Splits Split and SplitV along another axis than theirs."""
     value = 1 if operator.node.op == "Split" else 0
     source, output = operator.inputs[value], operator.outputs[0]
@@ -271,7 +265,7 @@ def split_signatures(operator: Operator) -> tuple[Signature, ...]:
     return (Signature(inputs, (letters,) * len(operator.outputs), _axes(letters)),)
 
 
-def pack_signatures(operator: Operator) -> tuple[Signature, ...]:
+def _pack(operator: Operator) -> tuple[Signature, ...]:
     """Splits Pack and Unpack: one of the two sides has one more axis."""
     unpack = operator.node.op == "Unpack"
     short = operator.outputs[0] if unpack else operator.inputs[0]
@@ -286,7 +280,7 @@ def pack_signatures(operator: Operator) -> tuple[Signature, ...]:
     return (Signature((letters,) * count, (long,), _axes(letters)),)
 
 
-def reshape_signatures(operator: Operator) -> tuple[Signature, ...]:
+def _reshape(operator: Operator) -> tuple[Signature, ...]:
     """Elements keep their order: a run of axes that becomes another is cut along the first of each, in common units.
 
     [6, 4] becomes [4, 6]: two units of 12 elements, 3 rows before and 2 rows after it. [3, 8] becomes [3, 4, 2], heads
@@ -318,7 +312,7 @@ def _equal_runs(source: Known, output: Known) -> Iterator[tuple[int, int]]:
                 want *= right.popleft()[1]
 
 
-def units_signatures(operator: Operator) -> tuple[Signature, ...]:
+def _units(operator: Operator) -> tuple[Signature, ...]:
     """Splits ExpandDims and Squeeze along the first axis and the last one, if they stay."""
     source, output = operator.inputs[0], operator.outputs[0]
     # Without a list, Squeeze would remove the batch of a part that has one sample.
@@ -333,7 +327,7 @@ def units_signatures(operator: Operator) -> tuple[Signature, ...]:
     return tuple(signatures)
 
 
-def transpose_signatures(operator: Operator) -> tuple[Signature, ...]:
+def _transpose(operator: Operator) -> tuple[Signature, ...]:
     """Splits by the permutation, or, if it is unknown, along axes of unique length."""
     source, output = operator.inputs[0], operator.outputs[0]
     if source is None or output is None:
@@ -382,7 +376,7 @@ def _embedding(source: Known, output: Known) -> list[int] | None:
     return places
 
 
-def reduction_signatures(operator: Operator) -> tuple[Signature, ...]:
+def _reduction(operator: Operator) -> tuple[Signature, ...]:
     """Splits along kept axes; sums and means also along reduced ones."""
     terms = _kept_axes(operator)
     if terms is None:
@@ -406,7 +400,7 @@ _HALF = frozenset({types_pb2.DT_HALF, types_pb2.DT_BFLOAT16})
 """Dtypes in which a sum can't overflow, or lose digits, where the mean would not."""
 
 
-def segment_sum_signatures(operator: Operator) -> tuple[Signature, ...]:
+def _segment_sum(operator: Operator) -> tuple[Signature, ...]:
     """Sums of rows by their numbers: a sum over the rows, or along the axes of a row."""
     rows, numbers = operator.inputs[0], operator.inputs[1]
     if rows is None or numbers is None or len(rows) < len(numbers):
@@ -419,7 +413,7 @@ def segment_sum_signatures(operator: Operator) -> tuple[Signature, ...]:
     return (Signature((letters, letters[: len(numbers)], WHOLE), ("_" + own,), dimensions),)
 
 
-def gather_signatures(operator: Operator) -> tuple[Signature, ...]:
+def _gather(operator: Operator) -> tuple[Signature, ...]:
     """Rows of a table: along the indices, or along the axes of a row."""
     table, indices = operator.inputs[0], operator.inputs[1]
     axis = operator.integers(2) if operator.node.op == "GatherV2" else [0]
@@ -431,10 +425,172 @@ def gather_signatures(operator: Operator) -> tuple[Signature, ...]:
     return (Signature((rows, letters[: len(indices)], *rest), (letters,), _axes(letters)),)
 
 
-def one_hot_signatures(operator: Operator) -> tuple[Signature, ...]:
+def _one_hot(operator: Operator) -> tuple[Signature, ...]:
     """Splits along any axis of the indices."""
     indices = operator.inputs[0]
     if indices is None or operator.number("axis", -1) != -1:
         return ()
     letters = _letters(len(indices))
     return (Signature((letters, WHOLE, WHOLE, WHOLE), (letters + "_",), _axes(letters + "_")),)
+
+
+# ---- operators with a signature of their own: one row each
+
+_BOTH = BATCH + CHANNEL
+_CONVOLUTION = (("batch", "b"), ("channel", "o"))
+_CONVOLUTION_INPUT = (("batch", "b"), ("channel", "i"))
+_CONVOLUTION_FILTER = (("channel", "o"), ("input_channel", "i"), ("batch", "b"))
+
+_ROWS: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
+    # The filter's gradient is a sum over the batch.
+    "Conv2D": ("bhwi xyio -> bHWo", _CONVOLUTION),
+    "Conv2DBackpropInput": ("[bhwi] xyio bHWo -> bhwi", _CONVOLUTION_INPUT),
+    "Conv2DBackpropFilter": ("bhwi [xyio] bHWo -> xyio", _CONVOLUTION_FILTER),
+    "Conv3D": ("bdhwi xyzio -> bDHWo", _CONVOLUTION),
+    "Conv3DBackpropInputV2": ("[bdhwi] xyzio bDHWo -> bdhwi", _CONVOLUTION_INPUT),
+    "Conv3DBackpropFilterV2": ("bdhwi [xyzio] bDHWo -> xyzio", _CONVOLUTION_FILTER),
+    # m outputs of each channel lie next to each other.
+    "DepthwiseConv2dNative": ("bhwc xycm -> bHWc", _BOTH),
+    "DepthwiseConv2dNativeBackpropInput": ("[bhwc] xycm bHWc -> bhwc", _BOTH),
+    "DepthwiseConv2dNativeBackpropFilter": ("bhwc [xycm] bHWc -> xycm", CHANNEL + BATCH),
+    "MaxPool": ("bhwc -> bHWc", _BOTH),
+    "AvgPool": ("bhwc -> bHWc", _BOTH),
+    "MaxPoolGrad": ("bhwc bHWc bHWc -> bhwc", _BOTH),
+    "AvgPoolGrad": ("[bhwc] bHWc -> bhwc", _BOTH),
+    "MaxPool3D": ("bdhwc -> bDHWc", _BOTH),
+    "AvgPool3D": ("bdhwc -> bDHWc", _BOTH),
+    "MaxPool3DGrad": ("bdhwc bDHWc bDHWc -> bdhwc", _BOTH),
+    "AvgPool3DGrad": ("[bdhwc] bDHWc -> bdhwc", _BOTH),
+    "BiasAdd": ("b...c c -> b...c", _BOTH),
+    "BiasAddGrad": ("b...c -> c", _BOTH),
+    "ResizeNearestNeighbor": ("bhwc . -> bHWc", _BOTH),
+    "ResizeNearestNeighborGrad": ("bHWc . -> bhwc", _BOTH),
+    "ResizeBilinear": ("bhwc . -> bHWc", _BOTH),
+    "ResizeBilinearGrad": ("bHWc bhwc -> bhwc", _BOTH),
+    "SparseSoftmaxCrossEntropyWithLogits": ("b_ b -> b b_", BATCH),
+    "SoftmaxCrossEntropyWithLogits": ("b_ b_ -> b b_", BATCH),
+    "TopKV2": ("b..._ . -> b..._ b..._", BATCH),
+    "InTopKV2": ("b_ b . -> b", BATCH),
+    "L2Loss": ("b... -> .", BATCH),
+}
+
+# Statistics of a training batch are those of the whole batch, so that only channels are independent. Behind the five
+# outputs is a space that cuDNN may use: the parts of the gradient get it from the parts of the forward operator.
+_BATCH_NORM = "bhwc c c c c -> bhwc c c c c *"
+_BATCH_NORM_GRADIENT = "bhwc bhwc c c c * -> bhwc c c * *"
+_BATCH_NORM_INFERENCE = "bhwc . . . . -> bhwc * * * * *"
+
+
+def _row(text: str, dimensions: tuple[tuple[str, str], ...], operator: Operator) -> tuple[Signature, ...]:
+    """Returns a row's signature, with the axes of images as ``data_format`` has them."""
+    ranks = [shape for shape in operator.inputs if shape is not None]
+    rank = len(ranks[0]) if ranks else 0
+    first = operator.text("data_format", "NHWC").startswith("NC")
+    shape_inputs: set[int] = set()
+    sides = []
+    for side in text.split(" -> "):
+        terms: list[str] = []
+        for term in side.split():
+            if term.startswith("["):
+                shape_inputs.add(len(terms))
+                term = term[1:-1]
+            if "..." in term:
+                term = term.replace("...", "_" * max(0, rank - len(term) + 3))
+            if first and term[0] == "b" and term[-1] in "cio" and len(term) > 2:
+                term = term[0] + term[-1] + term[1:-1]
+            terms.append(WHOLE if term == "." else term)
+        sides.append(tuple(terms))
+    return (Signature(sides[0], sides[1], dimensions, frozenset(shape_inputs)),)
+
+
+def _by_row(operator: Operator) -> tuple[Signature, ...]:
+    text, dimensions = _ROWS[operator.node.op]
+    window = operator.numbers("ksize")
+    if window:
+        channel = 1 if operator.text("data_format", "NHWC").startswith("NC") else len(window) - 1
+        dimensions = BATCH + (CHANNEL if window[channel] == 1 else ()) if window[0] == 1 else ()
+    return _row(text, dimensions, operator)
+
+
+def _convolution(operator: Operator) -> tuple[Signature, ...]:
+    """Of a convolution in groups only the batch is free: each group reads some channels only."""
+    text, dimensions = _ROWS[operator.node.op]
+    rank = 5 if operator.node.op.startswith("Conv3D") else 4
+    image, kernel = operator.inputs[0], operator.inputs[1]
+    if "BackpropInput" in operator.node.op:
+        image = operator.outputs[0]
+    elif "BackpropFilter" in operator.node.op:
+        kernel = operator.outputs[0]
+    if image is None or kernel is None or len(image) != rank or len(kernel) != rank:
+        return ()
+    channel = 1 if operator.text("data_format", "NHWC").startswith("NC") else rank - 1
+    if image[channel] != kernel[rank - 2]:
+        dimensions = BATCH
+    return _row(text, dimensions, operator)
+
+
+def _batch_norm(operator: Operator) -> tuple[Signature, ...]:
+    text = _BATCH_NORM if len(operator.outputs) == 6 else _BATCH_NORM.removesuffix(" *")
+    signature = _row(text, CHANNEL, operator)[0]
+    # In training there may be no moving averages to update.
+    given = zip(signature.inputs, operator.inputs, strict=True)
+    signature = signature._replace(inputs=tuple(WHOLE if shape == (0,) else term for term, shape in given))
+    if operator.flag("is_training", True):
+        return (signature,)
+    inference = " ".join(_BATCH_NORM_INFERENCE.split()[: 6 + len(operator.outputs)])
+    return (*_row(inference, BATCH, operator), signature)
+
+
+def _batch_norm_gradient(operator: Operator) -> tuple[Signature, ...]:
+    text = _BATCH_NORM_GRADIENT if len(operator.inputs) == 6 else _BATCH_NORM_GRADIENT.replace(" * ->", " ->")
+    return _row(text, CHANNEL, operator)
+
+
+_REDUCTIONS = "Sum Mean Max Min Prod All Any ArgMax ArgMin"
+
+OPERATORS: dict[str, Callable[[Operator], tuple[Signature, ...]]] = {
+    **dict.fromkeys(_ROWS, _by_row),
+    **dict.fromkeys((op for op in _ROWS if op.startswith("Conv")), _convolution),
+    **dict.fromkeys(("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"), _batch_norm),
+    **dict.fromkeys(("FusedBatchNormGrad", "FusedBatchNormGradV2", "FusedBatchNormGradV3"), _batch_norm_gradient),
+    "MatMul": _matmul,
+    **dict.fromkeys(("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), _batch_matmul),
+    "Einsum": _einsum,
+    **dict.fromkeys(NUMERIC, _elementwise),
+    **dict.fromkeys(("Softmax", "LogSoftmax"), _softmax),
+    "Select": _select,
+    **dict.fromkeys(("BroadcastTo", "Fill"), _filled),
+    "IdentityN": _identities,
+    **dict.fromkeys(("Pad", "PadV2", "MirrorPad", "MirrorPadGrad", "Tile", "Bitcast"), _same_lengths),
+    "Slice": _slice,
+    **dict.fromkeys(("StridedSlice", "StridedSliceGrad"), _strided_slice),
+    "ConcatV2": _concat,
+    **dict.fromkeys(("Split", "SplitV"), _split),
+    **dict.fromkeys(("Pack", "Unpack"), _pack),
+    "Reshape": _reshape,
+    **dict.fromkeys(("ExpandDims", "Squeeze"), _units),
+    **dict.fromkeys(("Transpose", "ConjugateTranspose"), _transpose),
+    **dict.fromkeys(_REDUCTIONS.split(), _reduction),
+    **dict.fromkeys(("Gather", "GatherV2"), _gather),
+    "UnsortedSegmentSum": _segment_sum,
+    "OneHot": _one_hot,
+}
+"""Operator type -> how its signature is derived. Stateful and random operators have none."""
+
+
+def signatures_of(
+    node: NodeDef,
+    input_shapes: Sequence[Shape | None],
+    output_shapes: Sequence[Shape | None],
+    constants: Mapping[int, np.ndarray],
+) -> tuple[Signature, ...]:
+    """Returns the signatures of an operator (some have one for each of their dimensions); none for unknown ones."""
+    derive = OPERATORS.get(node.op)
+    if derive is None:
+        return ()
+    return derive(Operator(node, tuple(map(_known, input_shapes)), tuple(map(_known, output_shapes)), constants))
+
+
+def _known(shape: Shape | None) -> Known | None:
+    # Most shapes are known; there is no faster way to tell mypy.
+    return None if shape is None or None in shape else shape  # type: ignore[return-value]

@@ -1,20 +1,42 @@
-"""TensorFlow's collective operations as nodes of a step's top level."""
+"""TensorFlow's collective operations: all-reduces of a step's top level, and sums inside stage functions.
+
+Sums over the replicas that work on one micro-batch (of a layer's moments, say, and of their gradients) are inside. The
+replicas to add up (`Peers`) are arguments, so that one function serves all replicas and micro-batches.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.errors import PassError
 from graph_passes.ir.batching import split_evenly
-from graph_passes.ir.graph import BYTES_ATTR, PHASE_ATTR, REDUCTION_ATTR, STAGE_ATTR, Builder, Ref, dtype_attr
+from graph_passes.ir.graph import (
+    BYTES_ATTR,
+    OWN_ATTRS,
+    PHASE_ATTR,
+    REDUCTION_ATTR,
+    STAGE_ATTR,
+    Builder,
+    Graph,
+    GraphDef,
+    NodeDef,
+    Ref,
+    control_inputs,
+    copied,
+    data_inputs,
+    dtype_attr,
+    set_inputs,
+)
 from graph_passes.ir.node_kinds import NodeKind
-from graph_passes.ir.replica_sums import SUM_OP
+from graph_passes.ir.outline import FunctionDef
 from graph_passes.ir.tensorflow_bridge import dtype_size
 
+SUM_OP = "CollectiveReduceV2"
 HINT_ATTR = "communication_hint"
 RING, NCCL = "auto", "nccl"
 """Who adds up: TensorFlow by a ring of copies, which need no order; NCCL by kernels, which wait for each other."""
@@ -111,7 +133,7 @@ class AllReduces:
         sizes = split_evenly(length, count)
         marks = {**marks, REDUCTION_ATTR: number}
         sums: dict[str, Ref] = {}
-        with builder.marked({**marks, PHASE_ATTR: NodeKind.REDUCE_SCATTER.text}):
+        with builder.marked({**marks, **NodeKind.REDUCE_SCATTER.marks()}):
             parts = {
                 device: builder.split(f"{names[device]}/parts", vector, dtype, sizes, 0, device=device)
                 for device, vector in vectors.items()
@@ -126,7 +148,7 @@ class AllReduces:
             own_size = sizes[part] * dtype_size(dtype)
             reduced |= self._meet({one: sums[one] for one in peers}, between, dtype, own_size, marks, self.number())
         whole: dict[str, Ref] = {}
-        with builder.marked({**marks, PHASE_ATTR: NodeKind.ALL_GATHER.text}):
+        with builder.marked({**marks, **NodeKind.ALL_GATHER.marks()}):
             for devices in members:
                 own = [reduced[owner] for owner in devices[:count]]
                 for device in devices:
@@ -226,3 +248,44 @@ def all_reduce(
         max_subdivs_per_device=-1,
         **{"merge_op": "Add", HINT_ATTR: RING, **attrs},
     )
+
+
+# ---- sums inside stage functions
+
+
+def sums_of(nodes: Iterable[NodeDef]) -> list[NodeDef]:
+    """Returns the sums over replicas among nodes, in their order."""
+    return [node for node in nodes if node.op == SUM_OP]
+
+
+def without_sums(graph: GraphDef) -> GraphDef:
+    """Returns the graph of a replica alone, whose sums are its own values.
+
+    x -> CollectiveReduceV2 -> y   becomes   x -> Identity -> y
+    """
+    if not sums_of(graph.node):
+        return graph
+    alone = copied(graph)
+    for node in sums_of(alone.node):
+        node.op = "Identity"
+        set_inputs(node, data_inputs(node)[:1], control_inputs(node))
+        for key in [key for key in node.attr if key != "T" and not key.startswith(OWN_ATTRS)]:
+            del node.attr[key]
+    return alone
+
+
+def key_nodes(graph: Graph, peers: Container[Ref]) -> set[str]:
+    """Returns the nodes that compute keys of sums: from ``peers``, the stage's arguments, and constants alone."""
+    keys: set[str] = set()
+    for node in graph:
+        producers = [ref for ref in graph.inputs(node.name) if graph.nodes[ref.node].op != "Const"]
+        if producers and all(ref in peers or ref.node in keys for ref in producers):
+            keys.add(node.name)
+    return keys
+
+
+def order_sums(function: FunctionDef) -> None:
+    """Makes each sum of a function wait for the previous one, in place, so that all replicas run them in one order."""
+    for before, after in itertools.pairwise(sums_of(function.node_def)):
+        if before.name not in control_inputs(after):
+            after.input.append(f"^{before.name}")

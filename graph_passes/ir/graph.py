@@ -12,7 +12,15 @@ import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from tensorflow.core.framework import attr_value_pb2, graph_pb2, node_def_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
+from tensorflow.core.framework import (
+    attr_value_pb2,
+    function_pb2,
+    graph_pb2,
+    node_def_pb2,
+    tensor_pb2,
+    tensor_shape_pb2,
+    types_pb2,
+)
 
 from graph_passes.errors import PassError
 
@@ -132,6 +140,11 @@ def rename_functions(graph: GraphDef, suffix: str) -> None:
 def control_inputs(node: NodeDef) -> list[str]:
     """Returns the names of the nodes that a node waits for without reading them."""
     return [text[1:] for text in node.input if text.startswith("^")]
+
+
+def set_inputs(node: NodeDef, refs: Iterable[Ref], waits: Iterable[str] = ()) -> None:
+    """Replaces the tensors that a node reads, and the nodes that it waits for."""
+    node.input[:] = [*map(str, refs), *(f"^{waited}" for waited in dict.fromkeys(waits))]
 
 
 def layer_or_node(node: NodeDef) -> str:
@@ -307,8 +320,7 @@ def make_node(
 ) -> NodeDef:
     """Returns a NodeDef. ``attrs`` holds Python values or AttrValues."""
     node = NodeDef(name=name, op=op, device=device)
-    node.input.extend(str(ref) for ref in inputs)
-    node.input.extend(f"^{waited}" for waited in dict.fromkeys(control))
+    set_inputs(node, inputs, control)
     for key, value in (attrs or {}).items():
         node.attr[key].CopyFrom(attr(value))
     return node
@@ -346,6 +358,7 @@ class Builder:
         self.graph = graph
         self.names = Names(node.name for node in graph.node)
         self._constants: dict[tuple[object, int, str], Ref] = {}
+        self._functions = {function.signature.name for function in graph.library.function}
         self._marks: Mapping[str, Any] = {}
 
     @contextlib.contextmanager
@@ -377,6 +390,22 @@ class Builder:
         self.graph.node.append(node)
         return Ref(node.name)
 
+    def define(self, function: function_pb2.FunctionDef) -> None:
+        """Adds a function to the graph's library, each name once."""
+        if function.signature.name not in self._functions:
+            self._functions.add(function.signature.name)
+            self.graph.library.function.add().CopyFrom(function)
+
+    def argument(self, name: str, dtype: int) -> Ref:
+        """Adds a placeholder of unknown shape: an input of a graph that is about to be outlined."""
+        return self.add(name, "Placeholder", dtype=dtype_attr(dtype))
+
+    def cast(self, tensor: Ref, source: int, target: int, *, name: str = "cast", device: str = "") -> Ref:
+        """Returns a tensor of dtype ``source`` with dtype ``target``."""
+        if source == target:
+            return tensor
+        return self.add(name, "Cast", [tensor], device=device, SrcT=dtype_attr(source), DstT=dtype_attr(target))
+
     def const(self, value: float | Sequence[int], dtype: int, *, device: str = "") -> Ref:
         """Returns a constant, shared by all its readers on that device. Half precision is cast from float32."""
         key = (tuple(value) if isinstance(value, Sequence) else value, dtype, device)
@@ -389,8 +418,7 @@ class Builder:
         if dtype in _FIELDS:
             return self.append(make_const(self.names.fresh("constant"), value, dtype, device=device))
         wide = self.const(value, types_pb2.DT_FLOAT, device=device)
-        cast = {"SrcT": dtype_attr(types_pb2.DT_FLOAT), "DstT": dtype_attr(dtype)}
-        return self.add("constant", "Cast", [wide], device=device, **cast)
+        return self.cast(wide, types_pb2.DT_FLOAT, dtype, name="constant", device=device)
 
     def split(
         self,
@@ -416,10 +444,7 @@ class Builder:
             return scaled(self.const(numbers, int32, device=device))
 
         if dtype in SPLIT_DTYPES or on_host:
-            inputs = [tensor, lengths(sizes), self.const(axis, int32, device=device)]
-            kind |= {"Tlen": dtype_attr(int32), "num_split": len(sizes)}
-            node = self.add(name, "SplitV", inputs, device=device, **kind)
-            return [Ref(node.node, index) for index in range(len(sizes))]
+            return self.parts(name, tensor, dtype, lengths(sizes), len(sizes), axis, device=device)
         before = (1 << axis) - 1  # the axes before this one, which are left whole
         kind |= {"Index": dtype_attr(int32), "begin_mask": before, "end_mask": before}
         stops = [lengths([*[0] * axis, stop]) for stop in itertools.accumulate(sizes, initial=0)]
@@ -428,6 +453,15 @@ class Builder:
             self.add(f"{name}/part{part}", "StridedSlice", [tensor, *ends, ones], device=device, **kind)
             for part, ends in enumerate(itertools.pairwise(stops))
         ]
+
+    def parts(
+        self, name: str, tensor: Ref, dtype: int, lengths: Ref, count: int, axis: int = 0, *, device: str = ""
+    ) -> list[Ref]:
+        """Splits a tensor into consecutive parts of the lengths (int32) in another one."""
+        inputs = [tensor, lengths, self.const(axis, types_pb2.DT_INT32, device=device)]
+        kind = {"T": dtype_attr(dtype), "Tlen": dtype_attr(types_pb2.DT_INT32), "num_split": count}
+        node = self.add(name, "SplitV", inputs, device=device, **kind).node
+        return [Ref(node, index) for index in range(count)]
 
     def concat(self, name: str, parts: Sequence[Ref], dtype: int, axis: int, *, device: str = "") -> Ref:
         """Concatenates the parts along one axis."""

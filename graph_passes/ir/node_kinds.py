@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Any
 
-from graph_passes.ir.graph import MICRO_BATCH_ATTR, PHASE_ATTR, REPLICA_ATTR, STAGE_ATTR, NodeDef
+from graph_passes.ir.graph import (
+    GROUP_ATTR,
+    MICRO_BATCH_ATTR,
+    PHASE_ATTR,
+    REPLICA_ATTR,
+    STAGE_ATTR,
+    NodeDef,
+    integers_attr,
+)
 from graph_passes.ir.tasks import Phase, Task
 
 METADATA = frozenset({"Shape", "ShapeN", "Size", "Rank", "BroadcastGradientArgs", "ConcatOffset"})
@@ -74,6 +83,15 @@ class NodeKind(enum.Enum):
         """The text in the node."""
         return str(self.value)
 
+    def marks(
+        self, stage: int | None = None, replica: int | None = None, *, group: Sequence[int] = ()
+    ) -> dict[str, Any]:
+        """Returns the attributes of a node of this kind: of a stage or its replica, or of a group of stages."""
+        marks = {PHASE_ATTR: self.text, STAGE_ATTR: stage, REPLICA_ATTR: replica}
+        if group:
+            marks |= {STAGE_ATTR: group[0], GROUP_ATTR: integers_attr(group)}
+        return {name: value for name, value in marks.items() if value is not None}
+
     @classmethod
     def of_phase(cls, phase: Phase) -> NodeKind:
         """Returns the kind of the calls of a phase's tasks."""
@@ -91,9 +109,4 @@ _OF_PHASES = {kind.phase: kind for kind in NodeKind if kind.phase is not None}
 
 def task_attrs(task: Task, kind: NodeKind) -> dict[str, Any]:
     """Returns the attributes that identify a node of a task."""
-    return {
-        PHASE_ATTR: kind.text,
-        STAGE_ATTR: task.stage,
-        MICRO_BATCH_ATTR: task.micro_batch,
-        REPLICA_ATTR: task.replica,
-    }
+    return {**kind.marks(task.stage, task.replica), MICRO_BATCH_ATTR: task.micro_batch}

@@ -13,6 +13,7 @@ from graph_passes.ir.graph import (
     COMPILED_ATTR,
     LAYER_ATTR,
     AttrValue,
+    Builder,
     Graph,
     NodeDef,
     Ref,
@@ -73,8 +74,8 @@ def outline(
         if original.op == "Placeholder":
             raise PassError(f"function {name!r} needs placeholder {node_name!r}, which is not among its inputs")
         stateful |= is_stateful(original.op)
-        node = function.node_def.add()
-        node.CopyFrom(original)
+        function.node_def.append(original)
+        node = function.node_def[-1]
         node.attr.pop(COLOCATION, None)
         node.device = ""
         del node.input[:]
@@ -124,6 +125,22 @@ def call_node(
     return make_node(name, op, inputs, device=device, control=control, attrs={**call, **(attrs or {})})
 
 
+def add_call(
+    builder: Builder,
+    name: str,
+    function: FunctionDef,
+    inputs: Sequence[Ref],
+    *,
+    device: str,
+    control: Sequence[str] = (),
+    attrs: Mapping[str, str | int | AttrValue] | None = None,
+) -> Ref:
+    """Adds a call under a fresh name, and its function to the graph's library; returns the first result."""
+    builder.define(function)
+    name = builder.names.fresh(name)
+    return builder.append(call_node(name, function, inputs, device=device, control=control, attrs=attrs))
+
+
 def is_compiled(function: FunctionDef) -> bool:
     """Returns whether XLA compiles a function."""
     return COMPILED_ATTR in function.attr and function.attr[COMPILED_ATTR].b
@@ -152,9 +169,8 @@ def compiled(function: FunctionDef) -> tuple[FunctionDef, FunctionDef]:
     given = {node.name: arguments[node.attr["shared_name"].s] for node in made}
     for node in function.node_def:
         if node.name not in given:
-            kept = inner.node_def.add()
-            kept.CopyFrom(node)
-            kept.input[:] = [
+            inner.node_def.append(node)
+            inner.node_def[-1].input[:] = [
                 given.get(name.partition(":")[0], name) for name in node.input if name.removeprefix("^") not in given
             ]
     for argument in arguments.values():

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from tensorflow.core.framework import types_pb2
@@ -341,6 +342,20 @@ class Contribution(NamedTuple):
     accumulator: Variable
 
 
+class Growth(NamedTuple):
+    """Bytes that grow with the samples of a slice."""
+
+    per_sample: int = 0
+    fixed: int = 0
+
+    def at(self, samples: int) -> int:
+        """Returns the bytes for a number of samples."""
+        return self.per_sample * samples + self.fixed
+
+
+NO_GROWTH = Growth()
+
+
 class Lookup(NamedTuple):
     """Rows of a parameter that are looked up before a stage's F, by whichever devices keep them.
 
@@ -387,12 +402,10 @@ class Stage:
             backward functions get. None where there are none.
         whole_tables: parameter of which rows are looked up, but not before F -> why.
         loops: what its functions run in loops, besides the library of ``graph``.
-        residual_bytes: bytes that a slice keeps from F to B, boundary inputs included, per sample.
-        fixed_residual_bytes: bytes that it keeps whatever its size.
+        residual_bytes: bytes that a slice keeps from F to B, boundary inputs included.
         undecided_rows: parameter -> why it is unknown which rows of its gradient slices have in common.
-        delayed_bytes: bytes that a slice keeps from Bx to Bw, per sample: residuals, partial results and gradients of
-            boundary outputs that Bw reads.
-        fixed_delayed_bytes: bytes that it keeps from Bx to Bw whatever its size.
+        delayed_bytes: bytes that a slice keeps from Bx to Bw: residuals, partial results and gradients of boundary
+            outputs that Bw reads.
     """
 
     index: int
@@ -417,10 +430,8 @@ class Stage:
     whole_tables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     undecided_rows: Mapping[str, str] = dataclasses.field(default_factory=dict)
     loops: tuple[FunctionDef, ...] = ()
-    residual_bytes: int = 0
-    fixed_residual_bytes: int = 0
-    delayed_bytes: int = 0
-    fixed_delayed_bytes: int = 0
+    residual_bytes: Growth = NO_GROWTH
+    delayed_bytes: Growth = NO_GROWTH
 
     @property
     def own_graph(self) -> GraphDef:
@@ -519,15 +530,19 @@ class Layout:
         shares = None if self.shares is None else self.shares[stage]
         return slice_intervals(self.micro_batch_intervals[micro_batch], len(self.devices[stage]), shares)
 
+    def slices_with_samples(self, stage: int) -> dict[tuple[int, int], Interval]:
+        """Returns (micro-batch, replica) -> samples, for each slice of a stage that has any."""
+        return {
+            (micro_batch, replica): interval
+            for micro_batch in range(len(self.micro_batch_intervals))
+            for replica, interval in enumerate(self.slices(stage, micro_batch))
+            if interval.size
+        }
+
     @property
     def sliced(self) -> bool:
         """Whether some stage has several slices of the batch."""
-        micro_batches = [number for number, interval in enumerate(self.micro_batch_intervals) if interval.size]
-        return len(micro_batches) > 1 or any(
-            sum(interval.size > 0 for interval in self.slices(stage, number)) > 1
-            for stage in range(len(self.devices))
-            for number in micro_batches
-        )
+        return any(len(self.slices_with_samples(stage)) > 1 for stage in range(len(self.devices)))
 
     def slice(self, stage: int, micro_batch: int, replica: int) -> Interval:
         """Returns the samples of one replica."""
@@ -560,10 +575,14 @@ class Step:
 
     Attributes:
         layout: see :class:`Layout`.
+        owners: the stages that keep each variable on their devices.
+        host_device: the device on which batches are fed and cut, and the step ends.
+        prefix: start of the names of its functions.
+        next_key: the first of the collective keys that it doesn't use yet.
         entry: the first node of each task: the one that control edges make wait.
         exit: the last nodes of each task: those that the next task of the device waits for.
         values: (task, value) -> the tensor of a task's result.
-        pieces: for a task that was cut into pieces, the nodes of each in order: its call, and what adds up its results.
+        pieces: for a task that was cut into pieces, their calls in order.
         accumulated: whether gradients are in accumulators; if not, each replica has made them in one task, from which
             they are taken.
         pending: (task, value) -> the placeholder that stands for an argument until a later pass connects it.
@@ -587,16 +606,20 @@ class Step:
     """
 
     layout: Layout
+    owners: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
+    host_device: str = ""
+    prefix: str = ""
+    next_key: int = 1
     entry: Mapping[Task, str] = dataclasses.field(default_factory=dict)
     exit: Mapping[Task, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     values: Mapping[tuple[Task, Value], Ref] = dataclasses.field(default_factory=dict)
-    pieces: Mapping[Task, tuple[tuple[str, ...], ...]] = dataclasses.field(default_factory=dict)
+    pieces: Mapping[Task, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     accumulated: bool = False
     pending: Mapping[tuple[Task, Value], str] = dataclasses.field(default_factory=dict)
     schedule: Schedule | None = None
-    reads: Mapping[tuple[int, int], tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    shard_reads: Mapping[tuple[tuple[int, ...], str], tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    ahead: Mapping[Task, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    reads: Mapping[tuple[int, int], Sequence[str]] = dataclasses.field(default_factory=dict)
+    shard_reads: Mapping[tuple[tuple[int, ...], str], Sequence[str]] = dataclasses.field(default_factory=dict)
+    ahead: Mapping[Task, Sequence[str]] = dataclasses.field(default_factory=dict)
     feeds: Mapping[Ref, Ref] = dataclasses.field(default_factory=dict)
     taken: TakenBatch | None = None
     metric_feeds: Mapping[str, tuple[Ref, Ref]] = dataclasses.field(default_factory=dict)
@@ -610,10 +633,25 @@ class Step:
     hosts: frozenset[str] = frozenset()
 
     @property
+    def results(self) -> list[Ref]:
+        """The tensors that every run of it may fetch: but for gradients, which are fetched in place of training."""
+        several = [*self.outputs, *self.metric_results.values()]
+        return [*(() if self.loss is None else (self.loss,)), *itertools.chain.from_iterable(several)]
+
+    def moved(self, now: Callable[[Ref], Ref]) -> Step:
+        """Returns the step with its fetched tensors replaced."""
+        return dataclasses.replace(
+            self,
+            metric_results={name: tuple(map(now, refs)) for name, refs in self.metric_results.items()},
+            loss=None if self.loss is None else now(self.loss),
+            outputs=tuple(tuple(map(now, refs)) for refs in self.outputs),
+            gradients={name: now(ref) for name, ref in self.gradients.items()},
+        )
+
+    @property
     def named_nodes(self) -> set[str]:
         """The nodes that the step refers to, except feeds."""
-        refs = [*([self.loss] if self.loss is not None else []), *self.gradients.values(), *self.values.values()]
-        refs += [ref for several in (*self.outputs, *self.metric_results.values()) for ref in several]
+        refs = [*self.results, *self.gradients.values(), *self.values.values()]
         names = {*(ref.node for ref in refs), *self.entry.values(), *(n for names in self.exit.values() for n in names)}
         return names | ({self.train} if self.train is not None else set())
 
@@ -694,7 +732,7 @@ class Program:
         """
         step, stage = self.own_step, self.stages[task.stage]
         if task in step.pieces:
-            return tuple((nodes[0], piece) for nodes, piece in zip(step.pieces[task], stage.pieces, strict=True))
+            return tuple(zip(step.pieces[task], stage.pieces, strict=True))
         function = dict(stage.phases)[task.phase]
         return () if function is None else ((step.entry[task], function),)
 

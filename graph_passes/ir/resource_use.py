@@ -9,7 +9,7 @@ from tensorflow.core.framework import types_pb2
 
 from graph_passes.ir.graph import NodeDef, function_names
 from graph_passes.ir.outline import FunctionDef
-from graph_passes.ir.tensorflow_bridge import makes_resource, output_dtypes, takes_functions
+from graph_passes.ir.tensorflow_bridge import FunctionDefLibrary, makes_resource, output_dtypes, takes_functions
 
 READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"})
 """Ops that don't change the resources whose handles they take."""
@@ -127,6 +127,24 @@ def called_functions(node: NodeDef, functions: Mapping[str, FunctionDef]) -> lis
     if not takes_functions(node.op):
         return []
     return [name for name in function_names(node) if name in functions]
+
+
+def library_of(nodes: Iterable[NodeDef], library: FunctionDefLibrary) -> FunctionDefLibrary:
+    """Returns the part of a library that nodes run, with the gradients of its functions."""
+    functions = {function.signature.name: function for function in library.function}
+    gradients = {gradient.function_name: gradient.gradient_func for gradient in library.gradient}
+    used: set[str] = set()
+    pending = [name for node in nodes for name in called_functions(node, functions)]
+    while pending:
+        name = pending.pop()
+        if name in functions and name not in used:
+            used.add(name)
+            pending += [called for node in functions[name].node_def for called in called_functions(node, functions)]
+            pending += [gradients[name]] if name in gradients else []
+    return FunctionDefLibrary(
+        function=[function for function in library.function if function.signature.name in used],
+        gradient=[gradient for gradient in library.gradient if gradient.function_name in used],
+    )
 
 
 def resource_name(node: NodeDef) -> str:

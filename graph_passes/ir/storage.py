@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.ir.graph import Builder, Graph, GraphDef, Ref, dtype_attr, shape_attr
-from graph_passes.ir.outline import FunctionDef, outline, placeholder
+from graph_passes.ir.outline import FunctionDef, outline
 from graph_passes.ir.program import Variable
-from graph_passes.ir.tensorflow_bridge import dtype_size, empty_graph
+from graph_passes.ir.tensorflow_bridge import FunctionDefLibrary, dtype_size, empty_graph
 
 
 def handle(builder: Builder, name: str, dtype: int, shape: Sequence[int]) -> Ref:
@@ -42,19 +42,13 @@ def assign(
 def read_variable(builder: Builder, variable: Variable) -> Ref:
     """Returns the value of what a device keeps of a variable."""
     value = read(builder, variable.storage_name, variable.storage_dtype, variable.storage_shape)
-    return _cast(builder, value, variable.storage_dtype, variable.dtype)
+    return builder.cast(value, variable.storage_dtype, variable.dtype)
 
 
 def assign_variable(builder: Builder, variable: Variable, value: Ref) -> str:
     """Assigns what a device keeps of a variable; returns the node's name."""
-    stored = _cast(builder, value, variable.dtype, variable.storage_dtype)
+    stored = builder.cast(value, variable.dtype, variable.storage_dtype)
     return assign(builder, variable.storage_name, stored, variable.storage_dtype, variable.storage_shape)
-
-
-def _cast(builder: Builder, value: Ref, source: int, target: int) -> Ref:
-    if source == target:
-        return value
-    return builder.add("cast", "Cast", [value], SrcT=dtype_attr(source), DstT=dtype_attr(target))
 
 
 def flatten(builder: Builder, tensor: Ref, dtype: int, *, device: str = "") -> Ref:
@@ -112,7 +106,7 @@ def shard_number(builder: Builder, variables: Iterable[Variable]) -> list[Ref]:
     There is none if all variables are whole.
     """
     in_shards = any(variable.shards > 1 for variable in variables)
-    return [builder.append(placeholder("number", types_pb2.DT_INT32))] if in_shards else []
+    return [builder.argument("number", types_pb2.DT_INT32)] if in_shards else []
 
 
 def filled(builder: Builder, dtype: int, shape: Sequence[int], device: str = "", value: float = 0) -> Ref:
@@ -162,7 +156,7 @@ def load_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
     vectors, effects = [], []
     number = shard_number(builder, variables)
     for dtype, group in by_dtype(variables).items():
-        vector = builder.append(placeholder(builder.names.fresh("values"), dtype))
+        vector = builder.argument("values", dtype)
         vectors.append(vector)
         parts = unflatten(builder, vector, dtype, [variable.shape for variable in group])
         for variable, part in zip(group, parts, strict=True):
@@ -174,7 +168,7 @@ def assign_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
     """Returns a function that assigns all variables: their whole values, `shard_number` -> ()."""
     builder = Builder(empty_graph())
     number = shard_number(builder, variables)
-    values = [builder.append(placeholder(builder.names.fresh("value"), v.dtype)) for v in variables]
+    values = [builder.argument("value", v.dtype) for v in variables]
     effects = [
         assign_variable(builder, v, shard_of(builder, value, v, *number))
         for v, value in zip(variables, values, strict=True)
@@ -187,9 +181,7 @@ def join_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
     builder = Builder(empty_graph())
     shards, values = [], []
     for variable in variables:
-        own = [
-            builder.append(placeholder(builder.names.fresh("shard"), variable.dtype)) for _ in range(variable.shards)
-        ]
+        own = [builder.argument("shard", variable.dtype) for _ in range(variable.shards)]
         shards += own
         values.append(joined_shards(builder, own, variable))
     return outline(name, Graph(builder.graph), shards, values)
@@ -220,7 +212,7 @@ def accumulate_function(name: str, targets: Sequence[Variable], mode: str) -> Fu
         if mode == "none":
             value = neutral(builder, target)
         else:
-            value = builder.append(placeholder(builder.names.fresh("value"), target.dtype))
+            value = builder.argument("value", target.dtype)
             arguments.append(value)
         if mode == "next" and target.merge != "Add":
             value = merged(builder, "merged", [read(builder, target.name, target.dtype, target.shape), value], target)
@@ -259,9 +251,7 @@ def merge_library(graph: GraphDef, functions: Iterable[FunctionDef]) -> None:
             graph.library.function.add().CopyFrom(function)
 
 
-def merge_gradients(graph: GraphDef, gradients: Mapping[str, str]) -> None:
-    """Adds registrations of functions' gradients to a graph's library."""
+def merge_gradients(graph: GraphDef, library: FunctionDefLibrary) -> None:
+    """Adds a library's registrations of functions' gradients to a graph's."""
     present = {gradient.function_name for gradient in graph.library.gradient}
-    for function, gradient in gradients.items():
-        if function not in present:
-            graph.library.gradient.add(function_name=function, gradient_func=gradient)
+    graph.library.gradient.extend(own for own in library.gradient if own.function_name not in present)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -271,3 +271,31 @@ def piece_order(
         return complete(groups[index]), piece == pieces[index] - 1, -first, -final, piece
 
     return sorted(((index, piece) for index, count in enumerate(pieces) for piece in range(count)), key=rank)
+
+
+def sources_of(
+    maker: int, readers: Iterable[int], relays: Collection[int], devices: Sequence[Hashable]
+) -> dict[int, int]:
+    """Maps each reader of a tensor to the stage that it gets the tensor from: the nearest one that has it.
+
+    Steps and their costs share this rule.
+
+        made by 0, read by 1, 2 and 3, relays {1, 2}:   0 -> 1 -> 2 -> 3
+        the same with stages 0 and 2 on one device:     0 -> 1 -> 3,  0 -> 2
+
+    That is the last stage before it on the same devices, if there is one, else the last before it. Only the maker and
+    the relays among the readers are considered. A gradient takes the same way back.
+
+    Args:
+        maker: the stage that makes the tensor.
+        readers: later stages that read it.
+        relays: the stages that hand on what they read.
+        devices: each stage's devices, in the order of its replicas.
+    """
+    holders, sources = [maker], {}
+    for reader in sorted(readers):
+        near = [stage for stage in holders if devices[stage] == devices[reader]]
+        sources[reader] = (near or holders)[-1]
+        if reader in relays:
+            holders.append(reader)
+    return sources

@@ -16,14 +16,7 @@ import tensorflow as tf
 from tensorflow.core.framework import function_pb2, op_def_pb2, tensor_pb2, types_pb2
 
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import (
-    COMPILED_ATTR,
-    AttrValue,
-    GraphDef,
-    NodeDef,
-    Ref,
-    rename_functions,
-)
+from graph_passes.ir.graph import COMPILED_ATTR, AttrValue, GraphDef, NodeDef, Ref, rename_functions
 from graph_passes.ir.tensorflow_private import op_def_registry, replace_input
 from graph_passes.ir.twin import Twin
 
@@ -265,10 +258,9 @@ def gradients_of_twin(
     placeholders = set(stopped.values())
     for node in extended.node:
         if node.name not in placeholders:
-            kept = made.node.add()
-            kept.CopyFrom(node)
+            made.node.append(node)
             if node.name in inputs:
-                kept.input[:] = inputs[node.name]
+                made.node[-1].input[:] = inputs[node.name]
     return made, of_sources
 
 
@@ -422,10 +414,9 @@ def function_graph(library: FunctionDefLibrary, name: str) -> tuple[GraphDef, tu
         return Ref(producer, output_number(body[producer], output, int(index)))
 
     for original in function.node_def:
-        node = graph.node.add()
-        node.CopyFrom(original)
-        del node.input[:]
-        node.input.extend(text if text.startswith("^") else str(tensor(text)) for text in original.input)
+        inputs = [text if text.startswith("^") else str(tensor(text)) for text in original.input]
+        graph.node.append(original)
+        graph.node[-1].input[:] = inputs
     return graph, tuple(tensor(function.ret[result.name]) for result in function.signature.output_arg)
 
 

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 
 from graph_passes.errors import PassError
 from graph_passes.ir.call_order import CALLS
+from graph_passes.ir.collectives import SUM_OP, sums_of
 from graph_passes.ir.connections import verify_connections
 from graph_passes.ir.graph import REPLICA_ATTR, STAGE_ATTR, Graph, NodeDef, Ref, control_inputs, dtype_name
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.outline import FunctionDef
 from graph_passes.ir.program import Program, Stage, Value, ValueKind
-from graph_passes.ir.replica_sums import SUM_OP, sums_of
 from graph_passes.ir.tasks import Task
 from graph_passes.ir.tensorflow_bridge import input_dtypes, missing_attrs, output_dtypes
 
@@ -172,12 +172,10 @@ def _verify_step(program: Program, graph: Graph, *, complete: bool) -> None:
     _verify_relays(program, graph)
     wanted = {
         Task(stage, phase, micro_batch, replica)
-        for stage, devices in enumerate(layout.devices)
+        for stage in range(len(layout.devices))
         if stage not in step.dissolved
         for phase, _ in program.stages[stage].phases
-        for micro_batch in range(len(layout.micro_batch_intervals))
-        for replica in range(len(devices))
-        if layout.active(stage, micro_batch, replica)
+        for micro_batch, replica in layout.slices_with_samples(stage)
     }
     if wanted != set(step.entry):
         difference = sorted(map(str, wanted ^ set(step.entry)))

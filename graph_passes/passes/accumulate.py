@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
 from collections.abc import Sequence
 from typing import ClassVar
 
-from graph_passes.ir.graph import Builder, copied
+from graph_passes.ir.graph import Builder, control_inputs, copied
 from graph_passes.ir.node_kinds import NodeKind, task_attrs
-from graph_passes.ir.outline import FunctionDef, call_node
+from graph_passes.ir.outline import add_call
 from graph_passes.ir.program import Contribution, Fact, Program, Step
-from graph_passes.ir.storage import accumulate_function, merge_library
+from graph_passes.ir.storage import accumulate_function
 from graph_passes.ir.tasks import Phase, Task
 
 
@@ -26,7 +26,6 @@ class Accumulate:
     are rows of an embedding aren't added up but kept; they are as large as the embedding's output.
 
     Attributes:
-        prefix: start of the functions' names.
         accumulated: False leaves gradients where tasks have made them, which is enough for one micro-batch.
 
     Source: DAPPLE (PPoPP'21), section 5.2.3: "each device produces and accumulates gradients for all micro-batches."
@@ -35,77 +34,42 @@ class Accumulate:
     name: ClassVar[str] = "accumulate"
     requires: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
     ensures: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
-    prefix: str = ""
     accumulated: bool = True
 
     def run(self, program: Program) -> Program:
         """Adds accumulation to the exit of each task of a program with connected tasks."""
         if not self.accumulated:
             return program
-        step = program.own_step
-        graph = copied(program.graph)
-        builder = Builder(graph)
-        exits, pieces = dict(step.exit), dict(step.pieces)
-        functions: list[FunctionDef] = []
-        for stage in program.stages:
-            for phase, sources in (
-                (Phase.FORWARD, stage.state),
-                (stage.parameter_gradients[0], stage.gradients),
-            ):
-                if not sources:
-                    continue
-                named = f"{self.prefix}stage{stage.index}_accumulate_{phase.name.lower()}"
-                by_mode = {mode: _function(f"{named}_{mode}", sources, mode) for mode in ("first", "next")}
-                functions += by_mode.values()
-                for replica in range(len(step.layout.devices[stage.index])):
-                    tasks = self._tasks(program, stage.index, phase, replica)
-                    for index, task in enumerate(tasks):
-                        mode = "next" if index else "first"
-                        # Additions run in sequence even where no schedule orders the tasks.
-                        after = exits[tasks[index - 1]] if index else ()
-                        device = step.layout.devices[stage.index][replica]
-                        attrs = task_attrs(task, NodeKind.ACCUMULATE)
-                        name = f"stage{stage.index}/replica{replica}/accumulate_{phase.value}{task.micro_batch}"
-                        for piece, part in _parts(step, task, sources):
-                            function = by_mode[mode]
-                            if piece is not None:
-                                function = _function(f"{named}_piece{piece}_{mode}", part, mode)
-                                functions.append(function)
-                            inputs = [step.values[task, source.value] for source in part]
-                            node = call_node(
-                                builder.names.fresh(name), function, inputs, device=device, control=after, attrs=attrs
-                            )
-                            builder.append(node)
-                            exits[task] = (*exits[task], node.name)
-                            if piece is not None:
-                                calls = pieces[task]
-                                pieces[task] = (*calls[:piece], (*calls[piece], node.name), *calls[piece + 1 :])
-        merge_library(graph, functions)
-        nodes = {node.name: node for node in graph.node}
-        for parts_of_task in pieces.values():
-            for before, after_it in itertools.pairwise(parts_of_task):
-                nodes[after_it[0]].input.extend(f"^{name}" for name in before[1:])  # and finds its memory free
-        return program.replace(graph=graph, step=dataclasses.replace(step, exit=exits, pieces=pieces, accumulated=True))
-
-    def _tasks(self, program: Program, stage: int, phase: Phase, replica: int) -> Sequence[Task]:
-        return sorted(
-            task
-            for task in program.own_step.entry
-            if task.stage == stage and task.phase is phase and task.replica == replica
-        )
+        step, graph = program.own_step, copied(program.graph)
+        builder, exits = Builder(graph), dict(step.exit)
+        added: dict[str, str] = {}  # call -> the node that adds up its results
+        function = functools.cache(accumulate_function)
+        last: dict[tuple[int, Phase, int], Task] = {}
+        for task in sorted(step.entry, key=lambda each: (each.stage, each.phase, each.replica, each.micro_batch)):
+            stage, place = program.stages[task.stage], (task.stage, task.phase, task.replica)
+            sources = {Phase.FORWARD: stage.state, stage.parameter_gradients[0]: stage.gradients}.get(task.phase, ())
+            # Additions run in sequence even where no schedule orders the tasks.
+            mode, after = ("next", exits[last[place]]) if place in last else ("first", ())
+            last[place] = task
+            by_call = _by_call(step, task, sources)
+            for number, (call, part) in enumerate(by_call.items()):
+                named = f"{step.prefix}stage{task.stage}_accumulate_{task.phase.name.lower()}"
+                named += (f"_part{number}" if len(by_call) > 1 else "") + f"_{mode}"
+                adding = function(named, tuple(source.accumulator for source in part), mode)
+                inputs = [step.values[task, source.value] for source in part]
+                name = f"stage{task.stage}/replica{task.replica}/accumulate_{task.phase.value}{task.micro_batch}"
+                device, attrs = step.layout.device_of(task), task_attrs(task, NodeKind.ACCUMULATE)
+                added[call] = add_call(builder, name, adding, inputs, device=device, control=after, attrs=attrs).node
+                exits[task] = (*exits[task], added[call])
+        for node in graph.node:  # What comes after a call finds the memory of its results free.
+            waits = control_inputs(node)
+            node.input.extend(f"^{added[name]}" for name in waits if name in added and added[name] not in waits)
+        return program.replace(graph=graph, step=dataclasses.replace(step, exit=exits, accumulated=True))
 
 
-def _function(name: str, sources: Sequence[Contribution], mode: str) -> FunctionDef:
-    return accumulate_function(name, [source.accumulator for source in sources], mode)
-
-
-def _parts(step: Step, task: Task, sources: Sequence[Contribution]) -> list[tuple[int | None, Sequence[Contribution]]]:
-    """Returns contributions that are added at once: of a whole task, or of each piece."""
-    if task not in step.pieces:
-        return [(None, sources)]
-    makers = {source: step.values[task, source.value].node for source in sources}
-    parts = [
-        (number, [source for source, maker in makers.items() if maker == nodes[0]])
-        for number, nodes in enumerate(step.pieces[task])
-    ]
-    return [(number, part) for number, part in parts if part]
+def _by_call(step: Step, task: Task, sources: Sequence[Contribution]) -> dict[str, list[Contribution]]:
+    """Returns call -> the contributions that it makes."""
+    calls: dict[str, list[Contribution]] = {}
+    for source in sources:
+        calls.setdefault(step.values[task, source.value].node, []).append(source)
+    return calls

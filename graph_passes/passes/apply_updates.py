@@ -8,29 +8,18 @@ from collections.abc import Mapping, Sequence
 
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.ir.graph import (
-    FLOAT_DTYPES,
-    PHASE_ATTR,
-    Builder,
-    Graph,
-    GraphDef,
-    Ref,
-    copied,
-    dtype_attr,
-    substitute,
-)
+from graph_passes.ir.graph import FLOAT_DTYPES, Builder, Graph, GraphDef, Ref, copied, dtype_attr, substitute
 from graph_passes.ir.group_update import Captured
 from graph_passes.ir.node_kinds import NodeKind
-from graph_passes.ir.outline import FunctionDef, compiled, outline, placeholder
+from graph_passes.ir.outline import FunctionDef, compiled, outline
 from graph_passes.ir.program import Value, ValueKind, Variable, VariableKind
-from graph_passes.ir.storage import assign_variable, handle, merge_library
+from graph_passes.ir.storage import assign_variable, handle
 from graph_passes.ir.tasks import Phase, Task
 from graph_passes.ir.tensorflow_bridge import empty_graph
-from graph_passes.passes.parameter_group import ParameterGroup, whole
+from graph_passes.passes.parameter_group import Calls, Computation, Inputs, ParameterGroup, UpdateNodes, whole
 from graph_passes.passes.reduce_gradients import Reduction
 from graph_passes.passes.row_gradients import row_dtype
 from graph_passes.passes.shards import all_gather, gathered_buckets, take_shards, updated_shards
-from graph_passes.passes.update_nodes import Calls, Computation, Inputs, UpdateNodes
 
 
 class Application:
@@ -120,7 +109,7 @@ class Application:
         present = [part for part in parts if part is not None]
         if not present:
             return None
-        with self._builder.marked({PHASE_ATTR: NodeKind.TOTALS.text}):
+        with self._builder.marked(NodeKind.TOTALS.marks()):
             return self._builder.add_n("totals", present, types_pb2.DT_DOUBLE, device=self.nodes.devices[0][0])
 
     def gradients(self, groups: Sequence[ParameterGroup]) -> dict[str, Ref]:
@@ -145,13 +134,13 @@ class Application:
         gradients, slices, outputs = {}, {}, []
         for variable in variables:
             kind = dtype_attr(variable.dtype)
-            gradient = builder.append(placeholder(builder.names.fresh("gradient"), variable.dtype))
+            gradient = builder.argument("gradient", variable.dtype)
             if variable.name not in sliced:
                 gradients[variable.name] = gradient
                 outputs.append(builder.add("result", "Identity", [gradient], T=kind))
                 continue
             dtype = row_dtype(self._program, variable)
-            indices = builder.append(placeholder(builder.names.fresh("indices"), dtype))
+            indices = builder.argument("indices", dtype)
             slices[variable.name] = (gradient, indices)
             rows = builder.const(variable.shape[0], types_pb2.DT_INT32)
             kinds = {"T": kind, "Tindices": dtype_attr(dtype), "Tnumsegments": dtype_attr(types_pb2.DT_INT32)}
@@ -181,26 +170,21 @@ class Application:
         Returns:
             The call; None if there is nothing to do.
         """
-        name = self.nodes.function_name(what, group, device, part)
-        if name not in self.nodes.computations:  # Building one takes long, and replicas have it in common.
-            self.nodes.computations[name] = self._computation(what, name, group, device, captured, totals)
-        function, inputs = self.nodes.computations[name]
-        if function is None:
-            return None
         control = [] if what is NodeKind.CARRIED_APPLY else self.nodes.complete(group, device)
         if what is NodeKind.GRADIENTS:
             # Fetching them without training still needs every member of each all-reduce to take part.
             control += [ref.node for ref in self.reduction.reduced.values()]
-        return self.nodes.call(what, function, [tensor(device) for tensor in inputs], group, device, control=control)
+        make = functools.partial(self._computation, what, group, device, captured, totals)
+        return self.nodes.compute(what, make, group, device, part=part, control=control)
 
     def _computation(
         self,
         what: NodeKind,
-        name: str,
         group: ParameterGroup,
         device: str,
         captured: Captured,
         totals: Ref | None,
+        name: str,
     ) -> Computation:
         """Returns `_on_gradients`'s function for a device and others that run the same stages of the group."""
         graph = copied(captured.graph)
@@ -214,13 +198,13 @@ class Application:
         if not effects and what not in (NodeKind.STATISTICS, NodeKind.GRADIENTS):
             return Computation(None, ())
         if captured.totals is not None and totals is not None:
-            argument = builder.append(placeholder(builder.names.fresh("totals"), types_pb2.DT_DOUBLE))
+            argument = builder.argument("totals", types_pb2.DT_DOUBLE)
             inputs[argument] = functools.partial(_everywhere, totals)
             substitute(graph, {captured.totals.node: argument})
         bindings: dict[str, Ref] = {}
         results, in_shards = list(captured.outputs), {} if joins else group.in_shards
         if in_shards.keys() - group.stored:
-            number = builder.append(placeholder(builder.names.fresh("number"), types_pb2.DT_INT32))
+            number = builder.argument("number", types_pb2.DT_INT32)
             inputs[number] = functools.partial(self._number, group)
             if what in (NodeKind.APPLY, NodeKind.CARRIED_APPLY):
                 bindings |= take_shards(builder, captured, number, group.stored)
@@ -239,7 +223,7 @@ class Application:
 
     def _own_rows(self, group: ParameterGroup, name: str, index: int, device: str) -> Ref:
         """Returns the values (index 0) or indices of a gradient's rows in a device's shard."""
-        return self.reduction.rows.of_shard(group.in_shards[name], group.devices.index(device), device)[index]
+        return self.reduction.rows.of(group.in_shards[name], device, group.devices.index(device))[index]
 
     def _number(self, group: ParameterGroup, device: str) -> Ref:
         """Returns the number of a device's shards."""
@@ -247,7 +231,7 @@ class Application:
 
     def _rows(self, name: str, index: int, device: str) -> Ref:
         """Returns the values (index 0) or indices of a gradient's rows on a device."""
-        return self.reduction.rows.gather(name, device)[index]
+        return self.reduction.rows.of(self._program.variables[name], device)[index]
 
     def _state_of(self, group: ParameterGroup, what: NodeKind) -> list[Variable]:
         """Returns the state of a group that a call assigns: counters have their new value in the step itself."""
@@ -273,7 +257,7 @@ class Application:
                 assert variable.update is not None
                 producer = self._program.node_stage.get(variable.update.node, len(self.nodes.devices) - 1)
                 first = Task(producer, Phase.FORWARD, 0, 0)
-                value = builder.append(placeholder(builder.names.fresh("state"), variable.dtype))
+                value = builder.argument("state", variable.dtype)
                 inputs[value] = functools.partial(_everywhere, self._step.values[first, Value(variable.update)])
             effects.append(assign_variable(builder, variable, value))
         return effects
@@ -297,12 +281,12 @@ class Application:
             if resource.node not in bound:
                 bound[resource.node] = handle(builder, variable.storage_name, variable.dtype, variable.storage_shape)
         substitute(graph, bound)
-        function = outline(self._options.prefix + name, _sorted(graph), list(inputs), list(outputs), effects=effects)
-        merge_library(self.nodes.graph, captured.graph.library.function)
+        function = outline(self._step.prefix + name, _sorted(graph), list(inputs), list(outputs), effects=effects)
+        for own in captured.graph.library.function:
+            self._builder.define(own)
         if jit_compile:
             function, inner = compiled(function)
-            self.nodes.functions.append(inner)
-        self.nodes.functions.append(function)
+            self._builder.define(inner)
         return function
 
 

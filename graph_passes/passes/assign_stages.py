@@ -11,12 +11,11 @@ import bisect
 import dataclasses
 import difflib
 import itertools
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import ClassVar
 
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.analysis.known_shapes import with_known_shapes
 from graph_passes.analysis.operator_traits import draws_anew, draws_numbers
 from graph_passes.analysis.sample_dependence import sample_dependence, spreads_of
 from graph_passes.analysis.slice_shapes import (
@@ -26,16 +25,16 @@ from graph_passes.analysis.slice_shapes import (
     SliceShapes,
     input_shapes,
     part_before,
+    with_known_shapes,
 )
 from graph_passes.errors import PassError
 from graph_passes.ir.connections import check_rows
 from graph_passes.ir.graph import COUNTABLE_DTYPES, POSITION_ATTR, STAGE_ATTR, Graph, Ref, copied, dtype_name
 from graph_passes.ir.outline import dtype_of, layer_of
-from graph_passes.ir.program import Boundary, Fact, LayerCall, Layout, Program, Roles, Stage, VariableKind
+from graph_passes.ir.program import Boundary, Fact, LayerCall, Layout, Program, Roles, Stage, Variable, VariableKind
 from graph_passes.ir.spreads import Spread
 from graph_passes.ir.static_shapes import ShapesOf
 from graph_passes.ir.tensorflow_bridge import output_dtypes
-from graph_passes.passes.metric_stages import metric_stages
 
 _NOT_DIFFERENTIABLE = frozenset({"StopGradient", "Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"})
 _CARRIES_GRADIENTS = COUNTABLE_DTYPES | {types_pb2.DT_VARIANT}
@@ -50,7 +49,7 @@ class AssignStages:
 
     Within the model a node's stage follows from its position between the cuts. Losses are made after the model: such a
     node goes to the earliest stage that has its inputs, so that an auxiliary loss or a regularizer is computed where
-    its tensors are. All of a metric goes to one stage, see `metric_stages`. Integer and boolean tensors that depend on
+    its tensors are. All of a metric goes to one stage, see `_metric_stages`. Integer and boolean tensors that depend on
     batch inputs and integer state alone (masks, positions, random seeds) and everything that depends on labels alone
     belong to no stage: each stage that reads them computes them from its own slice. Random integers for each sample
     are drawn once, since slices of other stages would draw others; so are all of operators that draw others each time.
@@ -216,18 +215,17 @@ def _node_stages(
         even: nodes that are the same in all slices: their readers needn't be in their stage.
     """
     last = len(positions)
-    roots = {ref.node for ref in (*roles.inputs, *roles.scalars)} | {n.placeholder.node for n in roles.normalizers}
     variables = {v.value.node for v in roles.variables if v.value is not None and not v.is_counter}
-    given = roots | {v.value.node for v in roles.variables if v.value is not None}
+    given = _given(roles)
     owner_of: dict[str, int] = {}
     stage_of: dict[str, int] = {}
     earliest: dict[str, int] = {}  # stage before which a node can't be computed
     position = -1
-    original = _original_positions(graph, roles)
     in_model: set[str] = set()
     drawn = {roles.slice.number.node}  # random numbers, and the source of those that differ between slices
     for node in graph:
-        position = original.get(node.name, position)
+        if POSITION_ATTR in node.attr:  # Inserted nodes have none.
+            position = int(node.attr[POSITION_ATTR].i)
         if position < roles.model_end:
             in_model.add(node.name)
         if node.name in given or node.op == "Const":
@@ -255,7 +253,14 @@ def _node_stages(
     if shapes is None:
         return stage_of
     known = shapes
-    return stage_of | metric_stages(graph, roles, stage_of, in_model, last, lambda ref: _may_be_cut(known, ref))
+    return stage_of | _metric_stages(graph, roles, stage_of, in_model, last, lambda ref: _may_be_cut(known, ref))
+
+
+def _given(roles: Roles) -> set[str]:
+    """Returns the placeholders, which are in no stage of their own."""
+    values = {variable.value.node for variable in roles.variables if variable.value is not None}
+    given = {ref.node for ref in (*roles.inputs, *roles.scalars)}
+    return values | given | {normalizer.placeholder.node for normalizer in roles.normalizers}
 
 
 def _may_be_cut(shapes: SliceShapes, ref: Ref) -> bool:
@@ -263,11 +268,6 @@ def _may_be_cut(shapes: SliceShapes, ref: Ref) -> bool:
     same = (Dependence.FIXED, Dependence.LENGTH)
     axes = shapes.axes(ref)
     return axes is None or any(axis.dependence not in same for axis in axes)
-
-
-def _original_positions(graph: Graph, roles: Roles) -> dict[str, int]:
-    """Returns positions before nodes were inserted; capture records them, as it knows the order of creation."""
-    return {node.name: int(node.attr[POSITION_ATTR].i) for node in graph if POSITION_ATTR in node.attr}
 
 
 def _boundaries(
@@ -358,8 +358,8 @@ def _check_slices(program: Program, stage_of: Mapping[str, int], layout: Layout)
         return ""
 
     for stage in range(len(layout.devices)):
-        slices = [each for micro in range(len(layout.micro_batch_intervals)) for each in layout.slices(stage, micro)]
-        for size in sorted({each.size for each in slices} - {0, layout.batch}):
+        slices = layout.slices_with_samples(stage).values()
+        for size in sorted({each.size for each in slices} - {layout.batch}):
             if (text := contradiction(range(stage + 1), size)) and not contradiction(range(stage), size):
                 raise PassError(
                     f"{text}, for a slice of {size} of the batch's {layout.batch} samples, in stage {stage}: where a "
@@ -457,3 +457,111 @@ def _reads(graph: Graph, roles: Roles, stage_of: Mapping[str, int], last: int) -
         tuple(variable.name for variable in stored if variable.value and stage in readers[variable.value.node])
         for stage in range(last + 1)
     ]
+
+
+# ---- metrics
+
+
+def _metric_stages(
+    graph: Graph,
+    roles: Roles,
+    stage_of: Mapping[str, int],
+    in_model: Container[str],
+    last: int,
+    has_batch_axis: Callable[[Ref], bool],
+) -> dict[str, int]:
+    """Puts all nodes that only a metric needs into one stage: the earliest that has their inputs.
+
+        stage 0: d -> sum(d)    stage 1: total + sum(d)    becomes    stage 0: d -> sum(d) -> total + sum(d)
+
+    A metric adds up numbers of slices (sums, counts, a loss times its slice's weight). Stages have different slices,
+    so none of these numbers may cross a cut. A metric that reads tensors of several stages goes to the last of these;
+    tensors with a batch axis are sent there and cut again.
+
+    Args:
+        graph: the flat graph.
+        roles: what its tensors mean. Variables of one metric stay together.
+        stage_of: stages of nodes by their places in the model.
+        in_model: nodes that layers have made.
+        last: number of the last stage.
+        has_batch_axis: whether a tensor can be cut into slices.
+
+    Returns:
+        The stages of nodes that only metrics need, where this rule decides them.
+    """
+    metrics = [v for v in roles.variables if v.kind is VariableKind.METRIC and v.update is not None]
+    if not metrics or not last:
+        return {}
+    own = _own_nodes(graph, roles, metrics)
+    owner_of = _owner_of(graph, roles, stage_of, last, lambda name: name in own and name not in in_model)
+    groups = _groups(graph, roles, metrics, own, stage_of, in_model, has_batch_axis)
+    stages: dict[str, int] = {}
+    for nodes in groups:
+        sources = {ref.node for name in nodes for ref in graph.inputs(name)} - nodes
+        begun = [stage_of[name] for name in sources if name in stage_of]
+        begun += [owner_of[name] for name in sources if name in owner_of]
+        begun += [stage_of[name] for name in nodes if name in in_model and name in stage_of]
+        stages |= dict.fromkeys(nodes, max(begun, default=last))
+    return stages
+
+
+def _own_nodes(graph: Graph, roles: Roles, metrics: list[Variable]) -> set[str]:
+    """Returns the nodes that only metrics need."""
+    others = [variable.update for variable in roles.variables if variable.kind is not VariableKind.METRIC]
+    results = [*roles.outputs, roles.loss, *others, *(normalizer.of_whole_batch for normalizer in roles.normalizers)]
+    wanted = [variable.update for variable in metrics if variable.update is not None]
+    needed = graph.ancestors([ref for ref in results if ref is not None], control=False)
+    return graph.ancestors(wanted, control=False) - needed - _given(roles)
+
+
+def _owner_of(
+    graph: Graph, roles: Roles, stage_of: Mapping[str, int], last: int, late: Callable[[str], bool]
+) -> dict[str, int]:
+    """Returns the stages of weights and state that metrics may read: that of the first reader that isn't ``late``."""
+    owner_of: dict[str, int] = {}
+    for variable in roles.variables:
+        if variable.value is not None and variable.kind is not VariableKind.METRIC and not variable.is_counter:
+            readers = [name for name in graph.consumers(variable.value.node) if name in stage_of and not late(name)]
+            owner_of[variable.value.node] = stage_of[readers[0]] if readers else last
+    return owner_of
+
+
+def _groups(
+    graph: Graph,
+    roles: Roles,
+    metrics: list[Variable],
+    own: set[str],
+    stage_of: Mapping[str, int],
+    in_model: Container[str],
+    has_batch_axis: Callable[[Ref], bool],
+) -> list[set[str]]:
+    """Returns sets of nodes that must be in one stage: of metrics that share nodes.
+
+    Nodes that a layer has made for a metric stay in the layer's stage, until the batch axis is gone.
+    """
+    running = {v.value.node: v.metric or v.name for v in metrics if v.value is not None}
+    after = set(running)  # what depends on a metric's value
+    for name in graph.ordered(own):
+        if any(ref.node in after for ref in graph.inputs(name)):
+            after.add(name)
+    groups: dict[str, set[str]] = {}
+    for variable in metrics:
+        assert variable.update is not None
+        nodes = groups.setdefault(variable.metric or variable.name, set())
+        pending = [variable.update]
+        while pending:
+            ref = pending.pop()
+            name = ref.node
+            if name in running:
+                nodes.add(name)
+            if name in nodes or name not in own or (name not in stage_of and ref != variable.update):
+                continue
+            if name not in in_model or name in after or not has_batch_axis(ref):
+                nodes.add(name)
+                pending += graph.inputs(name)
+    united: list[set[str]] = []
+    for nodes in groups.values():
+        apart = [other for other in united if not other & nodes]
+        joined = [other for other in united if other & nodes]
+        united = [*apart, nodes.union(*joined)]
+    return [nodes - running.keys() for nodes in united]

@@ -7,7 +7,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import FLOAT_DTYPES, Graph, GraphDef, Names, Ref, dtype_attr, make_node, shape_attr
+from graph_passes.ir.graph import (
+    COLOCATION,
+    FLOAT_DTYPES,
+    Graph,
+    GraphDef,
+    Names,
+    Ref,
+    dtype_attr,
+    make_node,
+    set_inputs,
+    shape_attr,
+)
 from graph_passes.ir.outline import dtype_of
 from graph_passes.ir.program import Contribution, Fact, Program, Stage, Value, VariableKind
 
@@ -56,7 +67,8 @@ class BuildForward:
         arguments += [*roles.inputs, *roles.scalars, *(normalizer.placeholder for normalizer in roles.normalizers)]
         arguments += [variable.value for variable in roles.variables if variable.value is not None]
 
-        extracted, placed = extract(graph, [*results, *metrics], arguments, _shapes(program))
+        shapes = {boundary.ref: boundary.shape for boundary in program.boundaries}
+        extracted, placed = extract(graph, [*results, *metrics], arguments, shapes)
         return dataclasses.replace(
             stage,
             graph=extracted,
@@ -71,10 +83,6 @@ class BuildForward:
         )
 
 
-def _shapes(program: Program) -> dict[Ref, tuple[int | None, ...]]:
-    return {boundary.ref: boundary.shape for boundary in program.boundaries}
-
-
 def extract(
     graph: Graph, results: Sequence[Ref], arguments: Iterable[Ref], shapes: Mapping[Ref, Sequence[int | None]]
 ) -> tuple[GraphDef, dict[Ref, Ref]]:
@@ -87,16 +95,14 @@ def extract(
     body = graph.ancestors(results, candidates, control=False)
     needed = {ref for name in body for ref in graph.inputs(name)} | set(results)
     names = Names(graph.nodes)
-    extracted = GraphDef()
-    extracted.versions.CopyFrom(graph.graph.versions)
-    extracted.library.CopyFrom(graph.graph.library)
+    extracted = GraphDef(versions=graph.graph.versions, library=graph.graph.library)
     placed: dict[Ref, Ref] = {}
     for ref in candidates:
         if ref not in needed:
             continue
         original = graph.nodes[ref.node]
         if original.op == "Placeholder":
-            extracted.node.add().CopyFrom(original)
+            extracted.node.append(original)
             placed[ref] = ref
         else:
             name = names.fresh(f"{ref.node}/argument")
@@ -107,9 +113,7 @@ def extract(
         original = graph.nodes[name]
         if original.op == "Placeholder":
             raise PassError(f"placeholder {name!r} of the captured graph has no role")
-        node = extracted.node.add()
-        node.CopyFrom(original)
-        node.attr.pop("_class", None)
-        del node.input[:]
-        node.input.extend(str(placed.get(ref, ref)) for ref in graph.inputs(name))
+        extracted.node.append(original)
+        extracted.node[-1].attr.pop(COLOCATION, None)
+        set_inputs(extracted.node[-1], [placed.get(ref, ref) for ref in graph.inputs(name)])
     return extracted, placed

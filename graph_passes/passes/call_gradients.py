@@ -22,7 +22,7 @@ from graph_passes.ir.graph import (
     make_node,
 )
 from graph_passes.ir.outline import FunctionDef, dtype_of, is_compiled, outline
-from graph_passes.ir.resource_use import called_functions
+from graph_passes.ir.resource_use import library_of
 from graph_passes.ir.storage import merge_gradients, merge_library
 from graph_passes.ir.tensorflow_bridge import (
     CALL_GRADIENT,
@@ -166,18 +166,9 @@ class _Rewriting:
 
     def _take_over(self, whole: GraphDef, callers: Iterable[FunctionDef]) -> None:
         """Adds the functions of a graph that ``callers`` call to the library."""
-        functions = {function.signature.name: function for function in whole.library.function}
-        gradients = {g.function_name: g.gradient_func for g in whole.library.gradient}
-        called: dict[str, None] = {}
-        pending = [name for caller in callers for node in caller.node_def for name in called_functions(node, functions)]
-        while pending:
-            name = pending.pop()
-            if name not in called:
-                called[name] = None
-                pending += [each for node in functions[name].node_def for each in called_functions(node, functions)]
-                pending += [gradients[name]] if name in gradients else []
-        merge_library(self.graph, [functions[name] for name in called])
-        merge_gradients(self.graph, {name: gradients[name] for name in called if name in gradients})
+        called = library_of((node for caller in callers for node in caller.node_def), whole.library)
+        merge_library(self.graph, called.function)
+        merge_gradients(self.graph, called)
 
 
 def _call_both(node: NodeDef, split: _Split) -> None:

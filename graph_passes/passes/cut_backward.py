@@ -9,12 +9,21 @@ from typing import ClassVar
 
 from tensorflow.core.framework import function_pb2
 
-from graph_passes.ir.graph import POSITION_ATTR, Graph, GraphDef, Ref, control_inputs, reroute
+from graph_passes.ir.collectives import order_sums
+from graph_passes.ir.graph import (
+    POSITION_ATTR,
+    Builder,
+    Graph,
+    GraphDef,
+    Ref,
+    control_inputs,
+    data_inputs,
+    reroute,
+    set_inputs,
+)
 from graph_passes.ir.node_kinds import NodeKind, task_attrs
-from graph_passes.ir.outline import call_node, is_compiled, outline
+from graph_passes.ir.outline import add_call, is_compiled, outline
 from graph_passes.ir.program import Fact, Program, Stage, StageFunction, Step, Value, ValueKind
-from graph_passes.ir.replica_sums import order_sums
-from graph_passes.ir.storage import merge_library
 from graph_passes.ir.tasks import Task
 from graph_passes.ir.tensorflow_bridge import function_graph
 from graph_passes.passes.assign_stages import find_call
@@ -160,7 +169,7 @@ def _place(graph: GraphDef, step: Step, stage: Stage) -> tuple[GraphDef, Step]:
             last[task.replica] = task
     old = {step.entry[task]: task for task in last.values()}
     made = GraphDef(versions=graph.versions, library=graph.library)
-    merge_library(made, [piece.function for piece in stage.pieces])
+    builder = Builder(made)
     entry, exits, values, pieces = dict(step.entry), dict(step.exit), dict(step.values), dict(step.pieces)
     moved: dict[Ref, Ref] = {}
     ends: dict[str, str] = {}
@@ -169,31 +178,21 @@ def _place(graph: GraphDef, step: Step, stage: Stage) -> tuple[GraphDef, Step]:
             made.node.append(node)
             continue
         task = old[node.name]
-        given = dict(zip(function.inputs, Graph(GraphDef(node=[node])).inputs(node.name), strict=True))
-        results: dict[Value, Ref] = {}
-        waits, calls = list(control_inputs(node)), []
+        given = dict(zip(function.inputs, data_inputs(node), strict=True))
+        waits, calls, attrs = control_inputs(node), [], task_attrs(task, NodeKind.of_phase(phase))
         for number, piece in enumerate(stage.pieces):
-            inputs = [results[value] if value in results else given[value] for value in piece.inputs]
-            call = call_node(
-                f"{node.name}_piece{number}",
-                piece.function,
-                inputs,
-                device=node.device,
-                control=waits,
-                attrs=task_attrs(task, NodeKind.of_phase(phase)),
-            )
-            made.node.append(call)
-            calls.append(call.name)
-            waits = [call.name]
-            results |= {value: Ref(call.name, index) for index, value in enumerate(piece.outputs)}
-        moved |= {Ref(node.name, index): results[value] for index, value in enumerate(function.outputs)}
-        entry[task], pieces[task] = calls[0], tuple((name,) for name in calls)
+            name, inputs = f"{node.name}_piece{number}", [given[value] for value in piece.inputs]
+            call = add_call(builder, name, piece.function, inputs, device=node.device, control=waits, attrs=attrs).node
+            calls.append(call)
+            waits = [call]
+            given |= {value: Ref(call, index) for index, value in enumerate(piece.outputs)}
+        moved |= {Ref(node.name, index): given[value] for index, value in enumerate(function.outputs)}
+        entry[task], pieces[task] = calls[0], tuple(calls)
         exits[task] = tuple(calls[-1] if name == node.name else name for name in step.exit[task])
         ends[node.name] = calls[-1]
     reroute(made, moved)
     for node in made.node:
-        if any(waited in ends for waited in control_inputs(node)):
-            renamed = [ends.get(text[1:], text[1:]) for text in node.input if text.startswith("^")]
-            node.input[:] = [text for text in node.input if not text.startswith("^")] + [f"^{name}" for name in renamed]
+        if not ends.keys().isdisjoint(waits := control_inputs(node)):
+            set_inputs(node, data_inputs(node), [ends.get(name, name) for name in waits])
     values = {key: moved.get(ref, ref) for key, ref in values.items()}
     return made, dataclasses.replace(step, entry=entry, exit=exits, values=values, pieces=pieces)

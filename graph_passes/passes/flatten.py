@@ -22,11 +22,12 @@ from graph_passes.ir.graph import (
     NodeDef,
     Ref,
     control_inputs,
+    set_inputs,
 )
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.outline import FunctionDef
 from graph_passes.ir.program import Fact, Program, Step
-from graph_passes.ir.resource_use import ResourceUse, called_functions
+from graph_passes.ir.resource_use import ResourceUse, library_of
 from graph_passes.ir.tasks import Task
 from graph_passes.ir.tensorflow_bridge import makes_resource, output_number
 
@@ -121,9 +122,6 @@ class _Flattening:
             )
         return function
 
-    def _body(self, call: str) -> dict[str, NodeDef]:
-        return self.bodies[self.calls[call].signature.name]
-
     # ---- the whole
 
     def result(self) -> Program:
@@ -148,15 +146,14 @@ class _Flattening:
         original = self.view.nodes[name]
         node.CopyFrom(original)
         if original.input:
-            del node.input[:]
-            node.input.extend(str(self._resolved(ref)) for ref in self.view.inputs(name))
+            set_inputs(node, map(self._resolved, self.view.inputs(name)))
         self.nodes[name] = node
 
     # ---- bodies
 
     def _inline(self, call: str) -> None:
         function = self.calls[call]
-        body = self._body(call)
+        body = self.bodies[function.signature.name]
         renamed = {name: self.names.fresh(f"{call}/{name}") for name in body}
         self.renamed[call] = renamed
         arguments = zip(function.signature.input_arg, self.view.inputs(call), strict=True)
@@ -301,32 +298,14 @@ class _Flattening:
 
     def _keep_library(self) -> None:
         """The functions that are still called, with their gradients."""
-        gradients = {g.function_name: g.gradient_func for g in self.program.graph.library.gradient}
-        kept: dict[str, None] = {}
-        pending = list(dict.fromkeys(name for node in self.graph.node for name in self._named(node)))
-        while pending:
-            name = pending.pop()
-            if name in kept or name not in self.functions:
-                continue
-            kept[name] = None
-            pending += [called for node in self.functions[name].node_def for called in self._named(node)]
-            pending += [gradients[name]] if name in gradients else []
-        library = self.program.graph.library
-        self.graph.library.function.extend(f for f in library.function if f.signature.name in kept)
+        self.graph.library.CopyFrom(library_of(self.graph.node, self.program.graph.library))
         for function in self.graph.library.function:
             # A loop and its gradient name one missing node; they may go to different devices now.
             for node in function.node_def:
                 node.attr.pop(COLOCATION, None)
-        self.graph.library.gradient.extend(g for g in library.gradient if g.function_name in kept)
-
-    def _named(self, node: NodeDef) -> list[str]:
-        return called_functions(node, self.functions)
 
     def _new_step(self) -> Step:
         step, options = self.step, self.options
-
-        def kept(refs: Iterable[Ref]) -> tuple[Ref, ...]:
-            return tuple(map(self._resolved, refs))
 
         def stays(task: Task) -> bool:
             return options.keep_tasks or (options.stages is not None and task.stage not in options.stages)
@@ -334,7 +313,7 @@ class _Flattening:
         values = {key: self._resolved(ref) for key, ref in step.values.items()}
         flat = range(len(step.layout.devices)) if options.stages is None else options.stages
         return dataclasses.replace(
-            step,
+            step.moved(self._resolved),
             entry={task: self.entry.get(name, name) for task, name in step.entry.items() if stays(task)},
             exit={
                 task: tuple(self.exit.get(name, name) for name in names)
@@ -344,10 +323,6 @@ class _Flattening:
             values={key: ref for key, ref in values.items() if ref.node in self.nodes},
             pieces={task: nodes for task, nodes in step.pieces.items() if stays(task) and not options.keep_tasks},
             reads={place: tuple(self._reads(names)) for place, names in step.reads.items()},
-            metric_results={name: kept(refs) for name, refs in step.metric_results.items()},
-            loss=None if step.loss is None else self._resolved(step.loss),
-            outputs=tuple(kept(refs) for refs in step.outputs),
-            gradients={name: self._resolved(ref) for name, ref in step.gradients.items()},
             dissolved=step.dissolved if options.keep_tasks else step.dissolved | frozenset(flat),
         )
 

@@ -19,7 +19,8 @@ import numpy as np
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.analysis.constant_folding import Folded, fold_shapes
-from graph_passes.analysis.operator_shapes import LOOPS, CallShapes, KnownShapes, ShapeInference
+from graph_passes.analysis.operator_shapes import CallShapes, KnownShapes, ShapeInference
+from graph_passes.analysis.operator_traits import LOOPS
 from graph_passes.ir.graph import (
     Graph,
     GraphDef,
@@ -28,9 +29,11 @@ from graph_passes.ir.graph import (
     Ref,
     control_inputs,
     copied,
+    copied_node,
     data_inputs,
     dtype_attr,
     make_node,
+    set_inputs,
     shape_attr,
     substitute,
 )
@@ -121,9 +124,8 @@ def _folded(graph: GraphDef, known: KnownShapes, kept: Collection[str], results:
 def _without_unread(graph: GraphDef, wanted: Sequence[Ref]) -> GraphDef:
     """Returns a copy of a graph, to be changed, with the ancestors of the wanted tensors, and all placeholders."""
     needed = Graph(graph).ancestors(wanted)
-    part = GraphDef(versions=graph.versions, library=graph.library)
-    part.node.extend(node for node in graph.node if node.op == "Placeholder" or node.name in needed)
-    return part
+    nodes = [node for node in graph.node if node.op == "Placeholder" or node.name in needed]
+    return GraphDef(node=nodes, versions=graph.versions, library=graph.library)
 
 
 class _Loop:
@@ -205,11 +207,10 @@ class _Loop:
         pushed = maker.pushed(source.output)
         if pushed is None:
             return
-        value = NodeDef()
         if maker.node(pushed).op == "Const":
-            value.CopyFrom(maker.node(pushed))
+            value = copied_node(maker.node(pushed))
             value.name = names.fresh(f"{pop.name}/value")
-            del value.input[:]
+            set_inputs(value, ())
             self._body.node.append(value)
             new = Ref(value.name)
         else:
@@ -307,7 +308,7 @@ class _Loop:
     def _keep(self, order: Sequence[int]) -> None:
         """Leaves the node some of its variables."""
         node, inputs, dtypes = self._node, data_inputs(self._node), list(self._node.attr["T"].list.type)
-        node.input[:] = [*(str(inputs[number]) for number in order), *(f"^{each}" for each in control_inputs(node))]
+        set_inputs(node, [inputs[number] for number in order], control_inputs(node))
         node.attr["T"].list.type[:] = [dtypes[number] for number in order]
         if self.shapes is not None:
             self.shapes = CallShapes(*(tuple(own[number] for number in order) for own in self.shapes))

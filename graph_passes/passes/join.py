@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from graph_passes.errors import PassError
 from graph_passes.ir.call_order import CALLS
-from graph_passes.ir.graph import CALL_ATTR, PHASE_ATTR, Graph, GraphDef, Ref, control_inputs, data_inputs
+from graph_passes.ir.graph import CALL_ATTR, Graph, GraphDef, Ref, control_inputs, data_inputs, set_inputs
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.outline import call_node, compiled, outline
 from graph_passes.ir.program import Fact, Program, Step
@@ -27,14 +27,12 @@ class Join:
     while the layers before it compute theirs. There are no tasks any more.
 
     Attributes:
-        function: name of the function; unique in the library.
         jit_compile: compile it with XLA, but for metrics, which have calls of their own then.
     """
 
     name: ClassVar[str] = "join"
     requires: ClassVar[tuple[Fact, ...]] = (Fact.COMPLETE,)
     ensures: ClassVar[tuple[Fact, ...]] = (Fact.COMPLETE,)
-    function: str
     jit_compile: bool = False
 
     def run(self, program: Program) -> Program:
@@ -67,27 +65,25 @@ class Join:
         )
         outside = [node for node in graph if node.name not in inside]
         read = dict.fromkeys(ref for node in outside for ref in data_inputs(node))
-        outputs = [ref for ref in dict.fromkeys((*read, *_fetched(flat.own_step))) if ref.node in inside]
+        outputs = [ref for ref in dict.fromkeys((*read, *flat.own_step.results)) if ref.node in inside]
         effects = [
             name for name in dict.fromkeys(w for node in outside for w in control_inputs(node)) if name in inside
         ]
-        function = outline(self.function, graph, list(inputs), outputs, effects=effects)
+        function = outline(f"{step.prefix}joined_of{step.layout.batch}", graph, list(inputs), outputs, effects=effects)
         functions = [*flat.graph.library.function, *(compiled(function) if self.jit_compile else (function,))]
         (device,) = devices
-        call = call_node("joined", function, list(inputs), device=device, attrs={PHASE_ATTR: NodeKind.JOINED.text})
+        call = call_node("joined", function, list(inputs), device=device, attrs=NodeKind.JOINED.marks())
         moved = {ref: Ref(call.name, index) for index, ref in enumerate(outputs)}
         made = GraphDef(versions=flat.graph.versions)
         constants = {ref.node for ref in read}
         for node in outside:
             if node.op != "Const" or node.name in constants:
-                kept = made.node.add()
-                kept.CopyFrom(node)
                 waits = (call.name if name in inside else name for name in control_inputs(node))
-                kept.input[:] = [str(moved.get(ref, ref)) for ref in data_inputs(node)]
-                kept.input.extend(f"^{name}" for name in dict.fromkeys(waits))
+                made.node.append(node)
+                set_inputs(made.node[-1], [moved.get(ref, ref) for ref in data_inputs(node)], waits)
         made.node.append(call)
         merge_library(made, functions)
-        merge_gradients(made, {g.function_name: g.gradient_func for g in flat.graph.library.gradient})
+        merge_gradients(made, flat.graph.library)
         return program.replace(graph=made, step=_joined(flat.own_step, moved))
 
 
@@ -110,26 +106,6 @@ def _sources(graph: Graph, name: str) -> Iterator[str]:
     yield from control_inputs(graph.nodes[name])
 
 
-def _fetched(step: Step) -> Iterable[Ref]:
-    """Returns the tensors that a session may fetch from a training step."""
-    if step.loss is not None:
-        yield step.loss
-    for refs in (*step.metric_results.values(), *step.outputs):
-        yield from refs
-
-
 def _joined(step: Step, moved: Mapping[Ref, Ref]) -> Step:
     """Returns the step without tasks."""
-
-    def now(ref: Ref) -> Ref:
-        return moved.get(ref, ref)
-
-    return dataclasses.replace(
-        step,
-        values={},
-        reads={},
-        loss=None if step.loss is None else now(step.loss),
-        metric_results={name: tuple(map(now, refs)) for name, refs in step.metric_results.items()},
-        outputs=tuple(tuple(map(now, refs)) for refs in step.outputs),
-        gradients={},
-    )
+    return dataclasses.replace(step.moved(lambda ref: moved.get(ref, ref)), values={}, reads={}, gradients={})

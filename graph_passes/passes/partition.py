@@ -9,15 +9,14 @@ import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from graph_passes.analysis.host_integers import with_host_integers
 from graph_passes.analysis.slice_shapes import SAMPLES, input_shape
-from graph_passes.analysis.table_lookups import row_tables, with_lookups
+from graph_passes.analysis.stage_arguments import row_tables, with_host_integers, with_lookups
 from graph_passes.errors import PassError
+from graph_passes.ir.collectives import key_nodes, order_sums, sums_of, without_sums
 from graph_passes.ir.graph import Graph, GraphDef, Ref, shape_attr
 from graph_passes.ir.node_kinds import METADATA
 from graph_passes.ir.outline import outline
-from graph_passes.ir.program import Fact, Program, Stage, StageFunction, Value, ValueKind
-from graph_passes.ir.replica_sums import key_nodes, order_sums, sums_of, without_sums
+from graph_passes.ir.program import Fact, Growth, Program, Stage, StageFunction, Value, ValueKind
 from graph_passes.ir.static_shapes import ShapesOf
 from graph_passes.ir.tensorflow_bridge import Shape, dtype_size, is_stateful, output_dtypes
 from graph_passes.ir.twin import KINDS_OF_STAGES, Twin
@@ -203,7 +202,7 @@ class Partition:
                     if value.kind is not ValueKind.FORWARD or _is_kept(value, received)
                 ]
                 if counted:
-                    changes["delayed_bytes"], changes["fixed_delayed_bytes"] = _growth(delayed, counted)
+                    changes["delayed_bytes"] = _growth(delayed, counted)
             else:
                 backward = _function(f"{name}_backward", graph, arguments, gradients, jit_compile)
                 parts = (backward, None)
@@ -217,7 +216,7 @@ class Partition:
             read = {value for part in parts if part is not None for value in part.inputs}
             kept = [arguments[value] for value in arguments if value in read and _is_kept(value, received)]
             if counted:
-                changes["residual_bytes"], changes["fixed_residual_bytes"] = _growth(kept, counted)
+                changes["residual_bytes"] = _growth(kept, counted)
         if stage.metric_results:
             arguments = {**stage.arguments, **tapped}
             changes["metrics"] = _function(f"{name}_metrics", graph, arguments, stage.metric_results, jit_compile=False)
@@ -266,8 +265,9 @@ def _of_samples(
             ((twin.of(count), samples),) if count.node in twin else (),
             tuple(map(twin.of, wanted)),
         )
-    except PassError as error:
-        raise _with_names(error, stage, assumed, {count: samples}, wanted) from None
+    except PassError:
+        fold(stage.own_graph, assumed, {count: samples}, results=wanted)  # Its error has the stage's names.
+        raise
     graph, named = twin.named(folded.graph)
     now = dict(zip(wanted, map(named, folded.wanted), strict=True))
     results, metrics = (
@@ -283,21 +283,6 @@ def _with_old_refs(values: Iterable[Value], before: Mapping[Ref, Ref]) -> Iterat
     for value in values:
         handed_on = value.kind in (ValueKind.RESIDUAL, ValueKind.PARTIAL)
         yield Value(before.get(value.ref, value.ref), value.kind) if handed_on else value
-
-
-def _with_names(
-    error: PassError,
-    stage: Stage,
-    assumed: Mapping[str, Sequence[int | None]],
-    values: Mapping[Ref, int],
-    wanted: Sequence[Ref],
-) -> PassError:
-    """Returns an error of a stage's twin with the names of the stage."""
-    try:
-        fold(stage.own_graph, assumed, values, results=wanted)
-    except PassError as named:
-        return named
-    return error
 
 
 def _folded(
@@ -477,11 +462,11 @@ def _counted(program: Program, stage: Stage, shapes_of: ShapesOf) -> dict[int, _
     return dict.fromkeys(SAMPLES[0], _Bytes(shapes_of, {}))
 
 
-def _growth(kept: Sequence[Ref], counted: Mapping[int, _Bytes]) -> tuple[int, int]:
-    """Returns the bytes of ``kept`` per sample and whatever the number of samples is."""
+def _growth(kept: Sequence[Ref], counted: Mapping[int, _Bytes]) -> Growth:
+    """Returns the bytes of ``kept``."""
     (few, least), (many, most) = ((samples, sum(size[ref] for ref in kept)) for samples, size in counted.items())
     per_sample = (most - least) // (many - few)
-    return per_sample, max(0, least - per_sample * few)
+    return Growth(per_sample, max(0, least - per_sample * few))
 
 
 def _residuals(

@@ -24,6 +24,7 @@ from graph_passes.ir.graph import (
     data_inputs,
     dtype_attr,
     dtypes_attr,
+    set_inputs,
     shape_attr,
 )
 from graph_passes.ir.node_kinds import NodeKind
@@ -82,9 +83,8 @@ class _Placing:
         unmoved = [copied_node(node) for node in self.graph if not self._is_moved(Ref(node.name))]
         before = program.graph
         self.builder = Builder(GraphDef(node=unmoved, versions=before.versions, library=before.library))
-        host = self.graph.nodes[next(iter(self.components))].device
         number = {"dtype": dtype_attr(types_pb2.DT_INT64), "shape": shape_attr([])}
-        self.number = self.builder.add("batch/number", "Placeholder", device=host, **number)
+        self.number = self.builder.add("batch/number", "Placeholder", device=self.step.host_device, **number)
         self.taken: dict[str, tuple[Ref, ...]] = {}
         self.copies: dict[tuple[str, str], str] = {}
         self.read: dict[tuple[str, str], set[Interval]] = {}
@@ -97,8 +97,7 @@ class _Placing:
             refs, waits = data_inputs(node), control_inputs(node)
             if any(map(self._is_moved, refs)):
                 host = self._host_of(node)
-                node.input[:] = [str(self._on(host, ref)) if self._is_moved(ref) else str(ref) for ref in refs]
-                node.input.extend(f"^{name}" for name in waits)
+                set_inputs(node, [self._on(host, ref) if self._is_moved(ref) else ref for ref in refs], waits)
             if any(self._is_moved(Ref(name)) for name in waits):
                 raise PassError(
                     f"{node.op} node {node.name!r} waits for nodes of the whole batch ({', '.join(waits)}), of which "
@@ -151,7 +150,7 @@ class _Placing:
             inputs = [self._on(host, source) if self._is_moved(source) else source for source in data_inputs(node)]
             node.name = self.builder.names.fresh(f"worker{self.workers[host]}/{ref.node}")
             node.device = host
-            node.input[:] = [str(source) for source in inputs]
+            set_inputs(node, inputs)
             self.builder.append(node)
             self.copies[host, ref.node] = node.name
         return Ref(self.copies[host, ref.node], ref.output)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from graph_passes.analysis.device_kernels import on_gpu
 from graph_passes.errors import PassError
+from graph_passes.ir.collectives import SUM_OP
 from graph_passes.ir.graph import (
     CALL_ATTR,
     Graph,
@@ -21,10 +21,10 @@ from graph_passes.ir.graph import (
     data_inputs,
     drop_unread,
     make_node,
+    set_inputs,
 )
 from graph_passes.ir.kernels import CPU, GPU, host_of, kernel_of, knows_gpus
 from graph_passes.ir.program import Fact, Program, Step
-from graph_passes.ir.replica_sums import SUM_OP
 from graph_passes.ir.resource_use import ResourceUse, resource_name
 from graph_passes.ir.tensorflow_bridge import makes_resource
 from graph_passes.passes.placed_reductions import common_order, regroup
@@ -197,16 +197,9 @@ class _Placement:
     # ---- order
 
     @functools.cached_property
-    def _told(self) -> list[Ref]:
-        """The tensors that every run of the step may fetch."""
-        step = self.step
-        told = [*([step.loss] if step.loss is not None else []), *itertools.chain(*step.outputs)]
-        return [*told, *itertools.chain(*step.metric_results.values())]
-
-    @property
     def _fetched(self) -> set[Ref]:
         """The tensors that any run of the step may fetch."""
-        return {*self._told, *self.step.gradients.values()}
+        return {*self.step.results, *self.step.gradients.values()}
 
     @functools.cached_property
     def _apart(self) -> set[str]:
@@ -216,7 +209,7 @@ class _Placement:
     def _chain(self) -> dict[str, list[str]]:
         """Returns each operator's predecessors in its device's queue."""
         step, apart = self.step, self._apart
-        needed = self.view.ancestors([*self._told, *([Ref(step.train)] if step.train else [])])
+        needed = self.view.ancestors([*step.results, *([Ref(step.train)] if step.train else [])])
         last: dict[tuple[str, bool], str] = {}
         waits: dict[str, list[str]] = {}
         for name in self.options.order:
@@ -236,8 +229,8 @@ class _Placement:
         for name, device in self.copies:
             devices.setdefault(name, []).append(device)
         for name, original in self.view.nodes.items():
-            node = graph.node.add()
-            node.CopyFrom(original)
+            graph.node.append(original)
+            node = graph.node[-1]
             node.device = self.device[name]
             for index, text in enumerate(node.input):
                 if text in devices and (copied := self.copies.get((text, node.device))) is not None:
@@ -246,8 +239,8 @@ class _Placement:
                 known = {text.removeprefix("^").partition(":")[0] for text in original.input}
                 node.input.extend(f"^{waited}" for waited in waits[name] if waited not in known)
             for device in devices.get(name, ()):
-                copy = graph.node.add()
-                copy.CopyFrom(original)
+                graph.node.append(original)
+                copy = graph.node[-1]
                 copy.name, copy.device = self.copies[name, device], device
                 del copy.input[:]  # its control edges, which a constant doesn't need
         return graph
@@ -278,8 +271,8 @@ def unfused(graph: GraphDef) -> GraphDef:
     names = Names(view.nodes)
     rewritten = GraphDef(versions=graph.versions, library=graph.library)
     for node in graph.node:
-        own = rewritten.node.add()
-        own.CopyFrom(node)
+        rewritten.node.append(node)
+        own = rewritten.node[-1]
         if node.op in _READERS or (node.op in _PADDED and view.nodes[view.inputs(node.name)[0].node].op == "Pad"):
             rewritten.node.append(_apart(own, names))
     return rewritten
@@ -293,6 +286,5 @@ def _apart(node: NodeDef, names: Names) -> NodeDef:
     identity = make_node(
         names.fresh(f"{node.name}/unfused"), "Identity", [first], device=node.device, control=waits, attrs=kind
     )
-    del node.input[:]
-    node.input.extend([identity.name, *map(str, others)])
+    set_inputs(node, [Ref(identity.name), *others])
     return identity

@@ -9,10 +9,10 @@ from typing import Any
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.errors import PassError
+from graph_passes.ir.collectives import SUM_OP
 from graph_passes.ir.graph import (
     BYTES_ATTR,
     GROUP_ATTR,
-    PHASE_ATTR,
     REPLICA_ATTR,
     STAGE_ATTR,
     Builder,
@@ -22,9 +22,9 @@ from graph_passes.ir.graph import (
     control_inputs,
     copied,
     data_inputs,
+    set_inputs,
 )
 from graph_passes.ir.node_kinds import NodeKind
-from graph_passes.ir.replica_sums import SUM_OP
 from graph_passes.ir.tensorflow_bridge import constant_value, dtype_size
 
 _GROUP_KEY, _INSTANCE_KEY = 2, 3
@@ -120,10 +120,10 @@ def join_reductions(
                 vectors = [view.inputs(name)[0] for name in names]
                 node = nodes[names[0]]
                 marks = {key: node.attr[key] for key in (STAGE_ATTR, REPLICA_ATTR, GROUP_ATTR) if key in node.attr}
-                with builder.marked({PHASE_ATTR: NodeKind.CONCAT.text, **marks}):
+                with builder.marked({**NodeKind.CONCAT.marks(), **marks}):
                     node.input[0] = str(builder.concat(f"{names[0]}/bucket", vectors, kind, 0, device=device))
                 node.device, node.attr[BYTES_ATTR].i = device, sum(sizes[instance] for instance in bucket)
-                with builder.marked({PHASE_ATTR: NodeKind.SPLIT.text, **marks}):
+                with builder.marked({**NodeKind.SPLIT.marks(), **marks}):
                     parts = builder.split(f"{names[0]}/parts", Ref(names[0]), kind, lengths, 0, device=device)
                 parts_of.add(parts[0].node)
                 instead |= zip(names, parts, strict=True)
@@ -133,11 +133,9 @@ def join_reductions(
     for node in reduced.node:
         if node.name in parts_of or not any(text.removeprefix("^") in waited for text in node.input):
             continue
-        data = [str(instead.get(ref.node, ref)) for ref in data_inputs(node)]
-        waits = dict.fromkeys(f"^{waited.get(name, name)}" for name in control_inputs(node))
-        waits.pop(f"^{node.name}", None)
-        del node.input[:]
-        node.input.extend([*data, *waits])
+        waits = (waited.get(name, name) for name in control_inputs(node))
+        data = [instead.get(ref.node, ref) for ref in data_inputs(node)]
+        set_inputs(node, data, (name for name in waits if name != node.name))
     return reduced
 
 
@@ -159,13 +157,12 @@ def regroup(graph: GraphDef, view: Graph, order: Sequence[Sequence[str]]) -> Non
         key = keys.setdefault(frozenset(nodes[name].device for name in names), _instance(view, names[0]))
         for name in names:
             node = nodes[name]
-            data = [text for text in node.input if not text.startswith("^")]
-            data[_GROUP_KEY] = str(builder.const(key, types_pb2.DT_INT32, device=node.device))
+            data = data_inputs(node)
+            data[_GROUP_KEY] = builder.const(key, types_pb2.DT_INT32, device=node.device)
             waits = [waited for waited in control_inputs(node) if nodes[waited].op != SUM_OP]
             if node.device in last:
                 waits.append(last[node.device])
-            del node.input[:]
-            node.input.extend([*data, *(f"^{waited}" for waited in waits)])
+            set_inputs(node, data, waits)
             last[node.device] = name
 
 

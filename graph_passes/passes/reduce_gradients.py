@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
 
 from graph_passes.ir.collectives import AllReduces
-from graph_passes.ir.graph import (
-    BYTES_ATTR,
-    PHASE_ATTR,
-    REDUCTION_ATTR,
-    REPLICA_ATTR,
-    STAGE_ATTR,
-    Builder,
-    Graph,
-    Ref,
-    dtype_attr,
-)
+from graph_passes.ir.graph import BYTES_ATTR, REDUCTION_ATTR, Builder, Graph, Ref, dtype_attr
 from graph_passes.ir.node_kinds import NodeKind
-from graph_passes.ir.outline import FunctionDef, call_node, outline, placeholder
+from graph_passes.ir.outline import add_call, outline
 from graph_passes.ir.program import Value, ValueKind, Variable, VariableKind
 from graph_passes.ir.storage import (
     accumulate_function,
@@ -35,13 +24,8 @@ from graph_passes.ir.storage import (
 )
 from graph_passes.ir.tasks import Phase, Task
 from graph_passes.ir.tensorflow_bridge import empty_graph
-from graph_passes.passes.parameter_group import ParameterGroup, ReductionUnit
+from graph_passes.passes.parameter_group import Calls, Computation, Inputs, ParameterGroup, ReductionUnit, UpdateNodes
 from graph_passes.passes.row_gradients import RowGradients
-from graph_passes.passes.update_nodes import Calls, Inputs, UpdateNodes, marks
-
-_Pack: TypeAlias = tuple[FunctionDef, tuple[Callable[[str], Ref], ...]]
-"""The function that packs gradients into vectors; device -> tensor of the top level, for each of its arguments."""
-
 
 _EACH = 1
 """Bytes of buckets with one variable each."""
@@ -65,10 +49,9 @@ class Reduction:
         self._program = nodes.program
         self._step = nodes.step
         self.reduced: dict[tuple[tuple[Variable, ...], str], Ref] = {}
-        self.rows = RowGradients(nodes.program, nodes.builder, nodes.functions, nodes.options.prefix)
-        self._packs: dict[str, _Pack] = {}
+        self.rows = RowGradients(nodes.program, nodes.builder)
         self._zeros: dict[tuple[str, str], Ref] = {}
-        self._collectives = AllReduces(nodes.builder, nodes.options.all_reduces, nodes.options.first_key)
+        self._collectives = AllReduces(nodes.builder, nodes.options.all_reduces, nodes.step.next_key)
         self._buckets: dict[tuple[int, ...], list[tuple[Variable, ...]]] = {}  # of each group, as reduced so far
 
     def accumulate_nothing(self, applied: Calls) -> None:
@@ -81,18 +64,13 @@ class Reduction:
                     continue
                 targets = [own[stage] for own in self.nodes.contributors.values() if stage in own]
                 if targets:
-                    name = f"{self._options.prefix}stage{stage}_accumulate_nothing"
+                    name = f"{self._step.prefix}stage{stage}_accumulate_nothing"
                     function = accumulate_function(name, targets, "none")
-                    self.nodes.functions.append(function)
-                    node = self._builder.names.fresh(f"stage{stage}/replica{replica}/accumulate_nothing")
-                    attrs: dict[str, str | int] = {
-                        PHASE_ATTR: NodeKind.ACCUMULATE_NOTHING.text,
-                        STAGE_ATTR: stage,
-                        REPLICA_ATTR: replica,
-                    }
+                    node = f"stage{stage}/replica{replica}/accumulate_nothing"
+                    attrs = NodeKind.ACCUMULATE_NOTHING.marks(stage, replica)
                     after = [call for (stages, on), call in applied.items() if on == device and stage in stages]
-                    self._builder.append(call_node(node, function, [], device=device, control=after, attrs=attrs))
-                    self.nodes.empty[stage, replica] = [node]
+                    made = add_call(self._builder, node, function, [], device=device, control=after, attrs=attrs)
+                    self.nodes.empty[stage, replica] = [made.node]
 
     def all_reduce(self, units: Iterable[ReductionUnit], *, at_head: bool = False) -> None:
         """Reduces units in buckets, in this order; ``at_head`` the previous step's, at once."""
@@ -104,10 +82,11 @@ class Reduction:
             self._buckets.setdefault(group.stages, []).extend(packed)
             calls = {}
             for device in group.devices:
-                function, inputs = self._pack(unit, device, packed)
                 control = [] if at_head else self.nodes.complete(group, device, unit.piece)
-                given = [tensor(device) for tensor in inputs]
-                calls[device] = self.nodes.call(NodeKind.PACK, function, given, group, device, control=control)
+                pack = functools.partial(self._pack, self.nodes.stages_on(group, device), packed)
+                call = self.nodes.compute(NodeKind.PACK, pack, group, device, part=unit.label, control=control)
+                assert call is not None
+                calls[device] = call
             index = 0
             for bucket in packed:
                 if bucket[0].shards > 1:
@@ -124,7 +103,7 @@ class Reduction:
                     starts,
                     bucket[0].dtype,
                     bytes_of(bucket),
-                    marks(NodeKind.ALL_REDUCE, group),
+                    NodeKind.ALL_REDUCE.marks(group=group.stages),
                     merge=bucket[0].merge,
                 )
                 self.reduced |= {(bucket, device): vector for device, vector in reduced.items()}
@@ -149,7 +128,11 @@ class Reduction:
             group: their group.
         """
         reduction = self.number()
-        attrs = {**marks(NodeKind.REDUCE_SCATTER, group), REDUCTION_ATTR: reduction, BYTES_ATTR: bytes_of(bucket)}
+        attrs = {
+            **NodeKind.REDUCE_SCATTER.marks(group=group.stages),
+            REDUCTION_ATTR: reduction,
+            BYTES_ATTR: bytes_of(bucket),
+        }
         with self._builder.marked(attrs):
             for number, device in enumerate(group.devices):
                 name = f"{group.label}/replica{number}/reduce_scatter{reduction}"
@@ -160,29 +143,24 @@ class Reduction:
         """Returns a number that no other reduction of the step has."""
         return self._collectives.number()
 
-    def _pack(self, unit: ReductionUnit, device: str, packed: Sequence[Sequence[Variable]]) -> _Pack:
-        """Returns the packing of a device's gradients; devices that run the same stages of a group share it."""
-        name = self.nodes.function_name(NodeKind.PACK, unit.group, device, unit.label)
-        if name not in self._packs:
-            stages = self.nodes.stages_on(unit.group, device)
-            builder = Builder(empty_graph())
-            inputs: Inputs = {}
-            vectors = []
-            for bucket in packed:
-                sums = [self.own_sum(builder, inputs, variable, stages) for variable in bucket]
-                dtype, count = bucket[0].dtype, bucket[0].shards
-                if count == 1:
-                    parts = [flatten(builder, own, dtype) for own in sums]
-                    vectors.append(builder.concat("bucket", parts, dtype, 0))
-                    continue
-                parts = [shards_of(builder, own, variable) for own, variable in zip(sums, bucket, strict=True)]
-                shards = builder.concat("bucket", parts, dtype, 1)
-                node = builder.add("shards", "Unpack", [shards], T=dtype_attr(dtype), num=count, axis=0).node
-                vectors += [Ref(node, number) for number in range(count)]
-            function = outline(self._options.prefix + name, Graph(builder.graph), list(inputs), vectors)
-            self.nodes.functions.append(function)
-            self._packs[name] = function, tuple(inputs.values())
-        return self._packs[name]
+    def _pack(self, stages: Sequence[int], packed: Sequence[Sequence[Variable]], name: str) -> Computation:
+        """Returns the packing of gradients of a device's stages into vectors, in the order of buckets and shards."""
+        builder = Builder(empty_graph())
+        inputs: Inputs = {}
+        vectors = []
+        for bucket in packed:
+            sums = [self.own_sum(builder, inputs, variable, stages) for variable in bucket]
+            dtype, count = bucket[0].dtype, bucket[0].shards
+            if count == 1:
+                parts = [flatten(builder, own, dtype) for own in sums]
+                vectors.append(builder.concat("bucket", parts, dtype, 0))
+                continue
+            parts = [shards_of(builder, own, variable) for own, variable in zip(sums, bucket, strict=True)]
+            shards = builder.concat("bucket", parts, dtype, 1)
+            node = builder.add("shards", "Unpack", [shards], T=dtype_attr(dtype), num=count, axis=0).node
+            vectors += [Ref(node, number) for number in range(count)]
+        function = outline(self._step.prefix + name, Graph(builder.graph), list(inputs), vectors)
+        return Computation(function, tuple(inputs.values()))
 
     def own_sum(self, builder: Builder, inputs: Inputs, variable: Variable, stages: Iterable[int]) -> Ref:
         """Merges the contributions of one device's stages to a variable; there may be none."""
@@ -193,7 +171,7 @@ class Reduction:
                 own = accumulators[stage]
                 parts.append(read(builder, own.name, own.dtype, own.shape))
             elif stage in accumulators:
-                parts.append(builder.append(placeholder(builder.names.fresh("contribution"), variable.dtype)))
+                parts.append(builder.argument("contribution", variable.dtype))
                 inputs[parts[-1]] = functools.partial(self._contribution, variable, stage)
         return merged(builder, "sum", parts, variable)
 
@@ -208,7 +186,7 @@ class Reduction:
         if (task, value) in self._step.values:
             return self._step.values[task, value]
         if (variable.name, device) not in self._zeros:
-            with self._builder.marked({PHASE_ATTR: NodeKind.ZEROS.text, STAGE_ATTR: stage}):
+            with self._builder.marked(NodeKind.ZEROS.marks(stage)):
                 self._zeros[variable.name, device] = neutral(self._builder, variable, device)
         return self._zeros[variable.name, device]
 
@@ -246,7 +224,7 @@ class Reduction:
             joins = whole and bucket[0].shards > 1
             columns = []
             for source in group.devices if joins else (None,):
-                argument = builder.append(placeholder(builder.names.fresh("bucket"), bucket[0].dtype))
+                argument = builder.argument("bucket", bucket[0].dtype)
                 inputs[argument] = functools.partial(self._bucket, bucket, source)
                 columns.append(unflatten(builder, argument, bucket[0].dtype, [v.storage_shape for v in bucket]))
             for variable, parts in zip(bucket, zip(*columns, strict=True), strict=True):

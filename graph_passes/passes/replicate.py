@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.ir.graph import (
-    PHASE_ATTR,
-    REPLICA_ATTR,
-    STAGE_ATTR,
-    Builder,
-    Graph,
-    Ref,
-    dtype_attr,
-    shape_attr,
-)
+from graph_passes.ir.graph import Builder, Graph, Ref, dtype_attr, shape_attr
 from graph_passes.ir.kernels import host_of
 from graph_passes.ir.node_kinds import NodeKind, task_attrs
-from graph_passes.ir.outline import FunctionDef, call_node, dtype_of, outline
+from graph_passes.ir.outline import add_call, dtype_of, outline
 from graph_passes.ir.program import (
     Fact,
     Layout,
@@ -34,13 +26,11 @@ from graph_passes.ir.program import (
     Variable,
     VariableKind,
 )
-from graph_passes.ir.storage import merge_gradients, merge_library, read_function
+from graph_passes.ir.storage import merge_gradients, read_function
 from graph_passes.ir.tasks import Phase, Task
 from graph_passes.ir.tensorflow_bridge import empty_graph
-from graph_passes.passes.parameter_gathers import ParameterGathers
 from graph_passes.passes.row_exchange import RowLookups
-
-_Key = TypeVar("_Key")
+from graph_passes.passes.shards import ParameterGathers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +53,8 @@ class Replicate:
         in_shards: the parameters of which these devices keep a shard each. Each replica gathers what its stage reads of
             them, in vectors of about ``bucket_bytes``; where a stage needs only rows (`Stage.lookups`), these alone.
         bucket_bytes: see ``in_shards``.
-        prefix: start of the names of the functions made here.
-        first_key: the first of the keys of collective operations inside tasks, see `sum_keys`.
+        prefix: start of the names of the step's functions.
+        first_key: the first of the collective keys; steps that share workers mustn't share keys.
 
     Source: DAPPLE (PPoPP'21), section 5.2.2 and figure 8(a): "we split the micro-batch further into 2 even slices, and
     assign each to a device."
@@ -83,11 +73,21 @@ class Replicate:
 
     def run(self, program: Program) -> Program:
         """Program with stage functions -> program whose graph is a step's top level, with ``step``."""
-        return _Replication(self, program).result()
+        return Replication(self, program).result()
 
 
-class _Replication:
-    """The top level while it is being made."""
+class Replication:
+    """The top level while it is being made.
+
+    Attributes:
+        options: the pass.
+        layout: devices and batch sizes.
+        program: stages with functions.
+        builder: of the top level.
+        reads: as in `Step`, and so the next two.
+        shard_reads: see ``reads``.
+        ahead: see ``reads``.
+    """
 
     def __init__(self, options: Replicate, program: Program) -> None:
         self.options = options
@@ -105,36 +105,40 @@ class _Replication:
         self.slices: dict[tuple[Ref, int], dict[tuple[int, int], Ref]] = {}
         self.metric_feeds: dict[str, tuple[Ref, Ref]] = {}
         self.variables: dict[tuple[str, int, int], Ref] = {}
-        self.reads: dict[tuple[int, int], tuple[str, ...]] = {}
-        self.functions: list[FunctionDef] = []
+        self.reads = collections.defaultdict[tuple[int, int], list[str]](list)
+        self.shard_reads = collections.defaultdict[tuple[tuple[int, ...], str], list[str]](list)
+        self.ahead = collections.defaultdict[Task, list[str]](list)
         self.hosts: set[str] = set()
         self.groups: dict[tuple[str, ...], int] = {}
-        self.gathers = ParameterGathers(options, self.builder, self.functions)
-        self.lookups = RowLookups(options, self.builder, self.functions)
+        self.gathers = ParameterGathers(self)
+        self.lookups = RowLookups(self)
 
     def result(self) -> Program:
+        """Returns the program with the top level."""
         program, graph = self.program, self.builder.graph
         for stage in program.stages:
-            merge_library(graph, (*stage.own_graph.library.function, *stage.loops))
-            merge_gradients(graph, {g.function_name: g.gradient_func for g in stage.own_graph.library.gradient})
+            for function in (*stage.own_graph.library.function, *stage.loops):
+                self.builder.define(function)
+            merge_gradients(graph, stage.own_graph.library)
         self._feed_batches()
         self._normalizers()
         for stage in program.stages:
             self._read_variables(stage)
-            for micro_batch in range(len(self.layout.micro_batch_intervals)):
-                for replica in range(len(self.layout.devices[stage.index])):
-                    if self.layout.active(stage.index, micro_batch, replica):
-                        self._tasks(stage, micro_batch, replica)
-        merge_library(graph, self.functions)
+            for micro_batch, replica in self.layout.slices_with_samples(stage.index):
+                self._tasks(stage, micro_batch, replica)
         step = Step(
             self.layout,
+            owners=self.options.owners,
+            host_device=self.options.host_device,
+            prefix=self.options.prefix,
+            next_key=self.options.first_key + sum_keys(program, self.layout),
             entry=self.entry,
             exit=self.exit,
             values=self.values,
             pending=self.pending,
-            reads=_joined(self.reads, self.lookups.reads_of_whole),
-            shard_reads=_joined(self.gathers.reads, self.lookups.reads),
-            ahead=self._ahead(),
+            reads=dict(self.reads),
+            shard_reads=dict(self.shard_reads),
+            ahead=dict(self.ahead),
             hosts=frozenset(self.hosts),
             feeds=self.feeds,
             metric_feeds=self.metric_feeds,
@@ -154,24 +158,18 @@ class _Replication:
     def _slices_of(self, ref: Ref, stage: int) -> dict[tuple[int, int], Ref]:
         """Cuts a batch input for the replicas of a stage: (micro-batch, replica) -> slice."""
         if (ref, stage) not in self.slices:
-            places = [
-                (micro_batch, replica)
-                for micro_batch in range(len(self.layout.micro_batch_intervals))
-                for replica in range(len(self.layout.devices[stage]))
-                if self.layout.active(stage, micro_batch, replica)
-            ]
-            sizes = [self.layout.slice(stage, *place).size for place in places]
-            with self.builder.marked({PHASE_ATTR: NodeKind.SLICES.text, STAGE_ATTR: stage}):
+            slices = self.layout.slices_with_samples(stage)
+            with self.builder.marked(NodeKind.SLICES.marks(stage)):
                 parts = self.builder.split(
                     f"stage{stage}/slices/{ref.node}",
                     self.feeds[ref],
                     dtype_of(self.flat, ref),
-                    sizes,
+                    [interval.size for interval in slices.values()],
                     0,
                     device=self.options.host_device,
                     on_host=True,
                 )
-            self.slices[ref, stage] = dict(zip(places, parts, strict=True))
+            self.slices[ref, stage] = dict(zip(slices, parts, strict=True))
         return self.slices[ref, stage]
 
     def _normalizers(self) -> None:
@@ -190,25 +188,17 @@ class _Replication:
             used.append(samples)
             inputs.append(self.builder.const(self.layout.batch, types_pb2.DT_INT32, device=self.options.host_device))
         function = outline(f"{self.options.prefix}normalizers", self.flat, used, wanted)
-        self.functions.append(function)
-        name = self.builder.names.fresh("normalizers")
-        attrs = {PHASE_ATTR: NodeKind.NORMALIZERS.text}
-        self.builder.append(call_node(name, function, inputs, device=self.options.host_device, attrs=attrs))
+        attrs = NodeKind.NORMALIZERS.marks()
+        node = add_call(
+            self.builder, "normalizers", function, inputs, device=self.options.host_device, attrs=attrs
+        ).node
         for index, normalizer in enumerate(normalizers):
-            self.inverses[normalizer.placeholder] = Ref(name, index)
-
-    def _ahead(self) -> dict[Task, tuple[str, ...]]:
-        """Returns what begins a task ahead of each forward; see `Step.ahead`."""
-        forwards = [task for task in self.entry if task.phase is Phase.FORWARD]
-        gathers, lookups = self.gathers.begins, self.lookups.waiting
-        ahead = {task: gathers.get((task.stage, task.replica), ()) for task in forwards}
-        ahead |= {task: (*ahead[task], node) for task, node in lookups.items()}
-        return {task: nodes for task, nodes in ahead.items() if nodes}
+            self.inverses[normalizer.placeholder] = Ref(node, index)
 
     def _read_variables(self, stage: Stage) -> None:
-        variables, replicas = self.program.variables, range(len(self.layout.devices[stage.index]))
-        active = [r for r in replicas if any(self.layout.active(stage.index, m, r) for m in range(self._micro_batches))]
-        self.gathers.add(stage, variables, active)
+        variables = self.program.variables
+        active = sorted({replica for _, replica in self.layout.slices_with_samples(stage.index)})
+        self.gathers.add(stage, active)
         sources: dict[int, list[Variable]] = {}
         for name in stage.reads:
             if name in self.options.in_shards or name in stage.looked_up:
@@ -217,24 +207,18 @@ class _Replication:
             sources.setdefault(stage.index if stage.index in owners else owners[0], []).append(variables[name])
         for source, group in sources.items():
             function = read_function(f"{self.options.prefix}stage{stage.index}_read_from{source}", group)
-            self.functions.append(function)
             for replica, device in enumerate(self.layout.devices[stage.index]):
                 remote = source != stage.index
                 if replica not in active:
                     continue
                 if not remote or replica == 0:
-                    name = self.builder.names.fresh(f"stage{stage.index}/replica{replica}/read_from{source}")
+                    name = f"stage{stage.index}/replica{replica}/read_from{source}"
                     reading = self.layout.devices[source][0] if remote else device
-                    attrs: dict[str, str | int] = {
-                        PHASE_ATTR: NodeKind.READ.text,
-                        STAGE_ATTR: stage.index,
-                        REPLICA_ATTR: replica,
-                    }
-                    self.builder.append(call_node(name, function, [], device=reading, attrs=attrs))
-                reader = stage.index, replica
-                self.reads[reader] = (*self.reads.get(reader, ()), name)
+                    attrs = NodeKind.READ.marks(stage.index, replica)
+                    node = add_call(self.builder, name, function, [], device=reading, attrs=attrs).node
+                self.reads[stage.index, replica].append(node)
                 for index, variable in enumerate(group):
-                    self.variables[variable.name, stage.index, replica] = Ref(name, index)
+                    self.variables[variable.name, stage.index, replica] = Ref(node, index)
 
     @property
     def _micro_batches(self) -> int:
@@ -242,6 +226,8 @@ class _Replication:
 
     def _tasks(self, stage: Stage, micro_batch: int, replica: int) -> None:
         forward = Task(stage.index, Phase.FORWARD, micro_batch, replica)
+        if (stage.index, replica) in self.gathers.begins:
+            self.ahead[forward] += self.gathers.begins[stage.index, replica]
         if stage.integers is not None:
             host = host_of(self.layout.device_of(forward))
             self.hosts.add(host)
@@ -249,7 +235,7 @@ class _Replication:
             self.values |= {(forward, value): Ref(integers, i) for i, value in enumerate(stage.integers.outputs)}
         if stage.indices is not None:
             indices = self._call(stage, forward, stage.indices, NodeKind.INDICES, keep=False)
-            self.lookups.add(stage, forward, self.program.variables, indices)
+            self.lookups.add(stage, forward, indices)
         for phase, part in stage.phases:
             task, kind = Task(stage.index, phase, micro_batch, replica), NodeKind.of_phase(phase)
             if part is not None:
@@ -270,19 +256,19 @@ class _Replication:
         self, stage: Stage, task: Task, function: StageFunction, kind: NodeKind, host: str = "", *, keep: bool = True
     ) -> str:
         """Adds the call of a task, on its device or on ``host``; returns its node."""
-        name = self.builder.names.fresh(f"stage{stage.index}/replica{task.replica}/{kind.text}{task.micro_batch}")
-        self.functions.append(function.function)
         device = host or self.layout.device_of(task)
         dtypes = (arg.type for arg in function.function.signature.input_arg)
         inputs = [self._argument(task, *each, device) for each in zip(function.inputs, dtypes, strict=True)]
-        self.builder.append(call_node(name, function.function, inputs, device=device, attrs=task_attrs(task, kind)))
+        name = f"stage{stage.index}/replica{task.replica}/{kind.text}{task.micro_batch}"
+        attrs = task_attrs(task, kind)
+        node = add_call(self.builder, name, function.function, inputs, device=device, attrs=attrs).node
         if keep:
-            self.entry[task], self.exit[task] = name, (name,)
+            self.entry[task], self.exit[task] = node, (node,)
             backward = dataclasses.replace(task, phase=Phase.BACKWARD)
             of_backward = set(stage.backward.outputs) if stage.fused is not None and stage.backward is not None else ()
             for index, value in enumerate(function.outputs):
-                self.values[backward if value in of_backward else task, value] = Ref(name, index)
-        return name
+                self.values[backward if value in of_backward else task, value] = Ref(node, index)
+        return node
 
     def _argument(self, task: Task, value: Value, dtype: int, device: str) -> Ref:
         forward = Task(task.stage, Phase.FORWARD, task.micro_batch, task.replica)
@@ -371,19 +357,12 @@ class _Replication:
         parts = self._output(loss)
         task = next(task for task, value in self.values if value.ref == loss)
         device = self.layout.devices[task.stage][0]
-        with self.builder.marked({PHASE_ATTR: NodeKind.LOSS.text, STAGE_ATTR: task.stage}):
+        with self.builder.marked(NodeKind.LOSS.marks(task.stage)):
             return self.builder.add_n("loss", parts, dtype_of(self.flat, loss), device=device)
 
     def _output(self, ref: Ref) -> tuple[Ref, ...]:
         tasks = sorted((t for t, value in self.values if value == Value(ref)), key=lambda t: (t.micro_batch, t.replica))
         return tuple(self.values[task, Value(ref)] for task in tasks)
-
-
-def _joined(
-    first: Mapping[_Key, tuple[str, ...]], second: Mapping[_Key, tuple[str, ...]]
-) -> dict[_Key, tuple[str, ...]]:
-    """Returns the nodes of both for each key."""
-    return {key: (*first.get(key, ()), *second.get(key, ())) for key in {**first, **second}}
 
 
 def sum_keys(program: Program, layout: Layout) -> int:

@@ -12,14 +12,14 @@ from tensorflow.core.framework import types_pb2
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import Builder, Graph, Ref, dtype_attr
 from graph_passes.ir.node_kinds import NodeKind, task_attrs
-from graph_passes.ir.outline import FunctionDef, call_node, outline, placeholder
+from graph_passes.ir.outline import FunctionDef, add_call, outline
 from graph_passes.ir.program import Lookup, Stage, Value, Variable, in_rows
 from graph_passes.ir.storage import flatten, handle
 from graph_passes.ir.tasks import Task
 from graph_passes.ir.tensorflow_bridge import empty_graph
 
 if TYPE_CHECKING:
-    from graph_passes.passes.replicate import Replicate
+    from graph_passes.passes.replicate import Replication
 
 _INT32, _INT64 = types_pb2.DT_INT32, types_pb2.DT_INT64
 
@@ -35,36 +35,28 @@ class RowLookups:
     replica's own.
 
     Args:
-        options: the pass.
-        builder: of the step's top level.
-        functions: receives the functions that the nodes call.
+        step: the step's top level.
 
     Attributes:
         rows: (forward task, rows) -> the rows on the task's device.
-        waiting: forward task -> the node that computes its indices, which waits for its turn.
-        reads: (stages of a parameter group, device) -> the nodes that read its shards there.
-        reads_of_whole: (stage, replica) -> the nodes that read whole tables for it.
     """
 
-    def __init__(self, options: Replicate, builder: Builder, functions: list[FunctionDef]) -> None:
+    def __init__(self, step: Replication) -> None:
         self.rows: dict[tuple[Task, Value], Ref] = {}
-        self.waiting: dict[Task, str] = {}
-        self.reads: dict[tuple[tuple[int, ...], str], tuple[str, ...]] = {}
-        self.reads_of_whole: dict[tuple[int, int], tuple[str, ...]] = {}
-        self._options, self._layout, self._builder, self._functions = options, options.layout, builder, functions
+        self._step, self._options, self._layout, self._builder = step, step.options, step.layout, step.builder
+        self._variables = step.program.variables
         self._exchanges: dict[tuple[int, tuple[int, ...]], _Exchange] = {}
 
-    def add(self, stage: Stage, task: Task, variables: Mapping[str, Variable], indices: str) -> None:
+    def add(self, stage: Stage, task: Task, indices: str) -> None:
         """Looks up the rows that a task's forward takes.
 
         Args:
             stage: the task's stage.
             task: its forward.
-            variables: the program's variables.
             indices: the call of the stage's `indices` for this task.
         """
         assert stage.indices is not None
-        self.waiting[task] = indices
+        self._step.ahead[task].append(indices)
         places = {value: Ref(indices, index) for index, value in enumerate(stage.indices.outputs)}
         whole: dict[int, list[Lookup]] = {}
         in_shards: dict[tuple[int, ...], list[Lookup]] = {}
@@ -75,18 +67,16 @@ class RowLookups:
             else:
                 whole.setdefault(stage.index if stage.index in owners else owners[0], []).append(lookup)
         for source, lookups in whole.items():
-            self._read_whole(stage, task, source, lookups, variables, places)
+            self._read_whole(stage, task, source, lookups, places)
         for owners, lookups in in_shards.items():
             key = (stage.index, owners)
             if key not in self._exchanges:
-                self._exchanges[key] = self._exchange(stage, owners, lookups, variables)
+                self._exchanges[key] = self._exchange(stage, owners, lookups)
             self._look_up(task, owners, lookups, self._exchanges[key], places)
 
-    def _exchange(
-        self, stage: Stage, owners: tuple[int, ...], lookups: Sequence[Lookup], variables: Mapping[str, Variable]
-    ) -> _Exchange:
+    def _exchange(self, stage: Stage, owners: tuple[int, ...], lookups: Sequence[Lookup]) -> _Exchange:
         devices = tuple(dict.fromkeys(device for own in owners for device in self._layout.devices[own]))
-        tables = [dataclasses.replace(variables[lookup.table], shards=len(devices)) for lookup in lookups]
+        tables = [dataclasses.replace(self._variables[lookup.table], shards=len(devices)) for lookup in lookups]
         for table in tables:
             if not in_rows(table.shape, table.shards):
                 raise PassError(
@@ -95,14 +85,12 @@ class RowLookups:
                 )
         dtypes = [_index_dtype(stage, lookup) for lookup in lookups]
         name = f"{self._options.prefix}stage{stage.index}_of{'_'.join(map(str, owners))}_lookup"
-        exchange = _Exchange(
+        return _Exchange(
             devices,
             _asking(f"{name}_indices", tables, dtypes),
             _reading(f"{name}_rows", tables, dtypes),
             _joining(f"{name}_joined", tables, dtypes),
         )
-        self._functions += [exchange.asking, exchange.reading, exchange.joining]
-        return exchange
 
     def _look_up(
         self,
@@ -122,7 +110,7 @@ class RowLookups:
         for number, keeper in enumerate(exchange.devices):
             asked = [Ref(asking, index) for index in range(number, results - shards * count, shards)]
             node = self._call(f"{label}/shard{number}", exchange.reading, asked, keeper, task, NodeKind.LOOKUP)
-            self.reads[owners, keeper] = (*self.reads.get((owners, keeper), ()), node)
+            self._step.shard_reads[owners, keeper].append(node)
             rows += [Ref(node, index) for index in range(len(exchange.reading.signature.output_arg))]
         positions = [Ref(asking, index) for index in range(results - shards * count, results)]
         inputs = [*indices, *rows, *positions]
@@ -136,29 +124,24 @@ class RowLookups:
         task: Task,
         source: int,
         lookups: Sequence[Lookup],
-        variables: Mapping[str, Variable],
         places: Mapping[Value, Ref],
     ) -> None:
         """Reads rows of tables that are whole on the device that keeps the variables of a task's stage, or another."""
-        tables = [variables[lookup.table] for lookup in lookups]
+        tables = [self._variables[lookup.table] for lookup in lookups]
         dtypes = [_index_dtype(stage, lookup) for lookup in lookups]
         function = _reading_whole(f"{self._options.prefix}stage{stage.index}_lookup_from{source}", tables, dtypes)
-        self._functions.append(function)
         device = self._layout.devices[source][task.replica if source == stage.index else 0]
         name = f"stage{task.stage}/replica{task.replica}/lookup{task.micro_batch}"
         indices = [places[lookup.indices] for lookup in lookups]
         node = self._call(name, function, indices, device, task, NodeKind.LOOKUP)
-        reader = (stage.index, task.replica)
-        self.reads_of_whole[reader] = (*self.reads_of_whole.get(reader, ()), node)
+        self._step.reads[stage.index, task.replica].append(node)
         for index, lookup in enumerate(lookups):
             self.rows[task, lookup.rows] = Ref(node, index)
 
     def _call(
         self, name: str, function: FunctionDef, inputs: Sequence[Ref], device: str, task: Task, kind: NodeKind
     ) -> str:
-        attrs = task_attrs(task, kind)
-        node = call_node(self._builder.names.fresh(name), function, inputs, device=device, attrs=attrs)
-        return self._builder.append(node).node
+        return add_call(self._builder, name, function, inputs, device=device, attrs=task_attrs(task, kind)).node
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +161,7 @@ class _Exchange:
     joining: FunctionDef
 
 
-def rows_by_shard(name: str, variable: Variable, own_dtype: int, dtype: int) -> FunctionDef:
+def rows_by_shard(name: str, variable: Variable, dtype: int) -> FunctionDef:
     """Returns the function that separates rows of a parameter's gradient by the shard that they belong to.
 
         (values [rows, ...], indices [rows]) -> values of each shard's rows, and their indices in each shard
@@ -188,13 +171,11 @@ def rows_by_shard(name: str, variable: Variable, own_dtype: int, dtype: int) -> 
     Args:
         name: the function's name.
         variable: the parameter, whose shards are rows.
-        own_dtype: dtype of the indices.
-        dtype: dtype of the results' indices.
+        dtype: dtype of the indices.
     """
     builder = Builder(empty_graph())
-    values = builder.append(placeholder("values", variable.dtype))
-    own_indices = builder.append(placeholder("indices", own_dtype))
-    indices = _cast(builder, own_indices, own_dtype, dtype)
+    values = builder.argument("values", variable.dtype)
+    indices = builder.argument("indices", dtype)
     kind, count = dtype_attr(dtype), variable.shards
     rows = builder.const(variable.storage_shape[0], dtype)
     number = builder.add("number", "FloorDiv", [indices, rows], T=kind)
@@ -203,13 +184,13 @@ def rows_by_shard(name: str, variable: Variable, own_dtype: int, dtype: int) -> 
     before = builder.add("before", "Less", [indices, builder.const(0, dtype)], T=kind)
     bounded = builder.add("bounded", "Minimum", [number, nowhere], T=kind)
     shard = builder.add("shard", "SelectV2", [before, nowhere, bounded], T=kind)
-    shard = _cast(builder, shard, dtype, _INT32)
+    shard = builder.cast(shard, dtype, _INT32)
     parts = [
         part
         for tensor, own in ((values, variable.dtype), (local, dtype))
         for part in _partition(builder, tensor, own, shard, count + 1)[:count]
     ]
-    return outline(name, Graph(builder.graph), [values, own_indices], parts)
+    return outline(name, Graph(builder.graph), [values, indices], parts)
 
 
 def _asking(name: str, tables: Sequence[Variable], dtypes: Sequence[int]) -> FunctionDef:
@@ -228,9 +209,9 @@ def _asking(name: str, tables: Sequence[Variable], dtypes: Sequence[int]) -> Fun
     builder = Builder(empty_graph())
     arguments, asked, positions, sent = [], [], [], _common(dtypes)
     for table, dtype in zip(tables, dtypes, strict=True):
-        argument = builder.append(placeholder(builder.names.fresh("indices"), dtype))
+        argument = builder.argument("indices", dtype)
         arguments.append(argument)
-        indices = flatten(builder, _cast(builder, argument, dtype, sent), sent)
+        indices = flatten(builder, builder.cast(argument, dtype, sent), sent)
         kind, rows = dtype_attr(sent), builder.const(table.storage_shape[0], sent)
         number = builder.add("number", "FloorDiv", [indices, rows], T=kind)
         number = builder.add("number", "Maximum", [number, builder.const(0, sent)], T=kind)
@@ -239,7 +220,7 @@ def _asking(name: str, tables: Sequence[Variable], dtypes: Sequence[int]) -> Fun
         # The table ends before its last shard does: what is behind its end is behind the shard's, and so an error.
         inside = builder.add("inside", "Less", [indices, builder.const(table.shape[0], sent)], T=kind)
         local = builder.add("local", "SelectV2", [inside, local, rows], T=kind)
-        shard = _cast(builder, number, sent, _INT32)
+        shard = builder.cast(number, sent, _INT32)
         bounds = [builder.const(0, _INT32), _size(builder, indices, sent), builder.const(1, _INT32)]
         places = builder.add("places", "Range", bounds, Tidx=dtype_attr(_INT32))
         asked.append(_partition(builder, local, sent, shard, table.shards))
@@ -255,10 +236,10 @@ def _asking(name: str, tables: Sequence[Variable], dtypes: Sequence[int]) -> Fun
 def _reading(name: str, tables: Sequence[Variable], dtypes: Sequence[int]) -> FunctionDef:
     """Returns the function from what `_asking` asks of a shard to its rows, in one vector for each of `_dtypes`."""
     builder, sent, count = Builder(empty_graph()), _common(dtypes), len(tables)
-    arguments = [builder.append(placeholder("indices", sent))]
+    arguments = [builder.argument("indices", sent)]
     sizes = None
     if count > 1:
-        sizes = builder.append(placeholder("sizes", _INT32))
+        sizes = builder.argument("sizes", _INT32)
         arguments.append(sizes)
     parts = _split(builder, arguments[0], sent, sizes, count)
     rows: dict[int, list[Ref]] = {}
@@ -279,14 +260,9 @@ def _joining(name: str, tables: Sequence[Variable], dtypes: Sequence[int]) -> Fu
         dtypes: of the indices.
     """
     builder, shards = Builder(empty_graph()), tables[0].shards
-    indices = [builder.append(placeholder(builder.names.fresh("indices"), dtype)) for dtype in dtypes]
-    vectors = [
-        {dtype: builder.append(placeholder(builder.names.fresh("rows"), dtype)) for dtype in _dtypes(tables)}
-        for _ in range(shards)
-    ]
-    positions = [
-        [builder.append(placeholder(builder.names.fresh("positions"), _INT32)) for _ in tables] for _ in range(shards)
-    ]
+    indices = [builder.argument("indices", dtype) for dtype in dtypes]
+    vectors = [{dtype: builder.argument("rows", dtype) for dtype in _dtypes(tables)} for _ in range(shards)]
+    positions = [[builder.argument("positions", _INT32) for _ in tables] for _ in range(shards)]
     rows = [_unpacked(builder, tables, *own) for own in zip(vectors, positions, strict=True)]
     results = []
     for index, (table, dtype) in enumerate(zip(tables, dtypes, strict=True)):
@@ -328,7 +304,7 @@ def _elements(builder: Builder, table: Variable, positions: Ref) -> Ref:
 def _reading_whole(name: str, tables: Sequence[Variable], dtypes: Sequence[int]) -> FunctionDef:
     """Returns the function from indices of each lookup to rows of tables that the device has whole."""
     builder = Builder(empty_graph())
-    indices = [builder.append(placeholder(builder.names.fresh("indices"), dtype)) for dtype in dtypes]
+    indices = [builder.argument("indices", dtype) for dtype in dtypes]
     rows = [_rows(builder, *each) for each in zip(tables, indices, dtypes, strict=True)]
     return outline(name, Graph(builder.graph), indices, rows)
 
@@ -337,7 +313,7 @@ def _rows(builder: Builder, table: Variable, indices: Ref, dtype: int) -> Ref:
     """Returns rows of what the device that runs it keeps of a table."""
     source, wide = handle(builder, table.storage_name, table.dtype, table.storage_shape), _common([dtype])
     kinds = {"dtype": dtype_attr(table.dtype), "Tindices": dtype_attr(wide)}
-    return builder.add("rows", "ResourceGather", [source, _cast(builder, indices, dtype, wide)], **kinds)
+    return builder.add("rows", "ResourceGather", [source, builder.cast(indices, dtype, wide)], **kinds)
 
 
 def _index_dtype(stage: Stage, lookup: Lookup) -> int:
@@ -365,17 +341,7 @@ def _packed(builder: Builder, numbers: Sequence[Ref]) -> Ref:
 
 def _split(builder: Builder, vector: Ref, dtype: int, sizes: Ref | None, count: int) -> list[Ref]:
     """Splits a vector into parts of these sizes; None for a single part."""
-    if sizes is None:
-        return [vector]
-    kinds = {"T": dtype_attr(dtype), "Tlen": dtype_attr(_INT32), "num_split": count}
-    node = builder.add("parts", "SplitV", [vector, sizes, builder.const(0, _INT32)], **kinds).node
-    return [Ref(node, number) for number in range(count)]
-
-
-def _cast(builder: Builder, tensor: Ref, dtype: int, wanted: int) -> Ref:
-    if dtype == wanted:
-        return tensor
-    return builder.add("cast", "Cast", [tensor], SrcT=dtype_attr(dtype), DstT=dtype_attr(wanted))
+    return [vector] if sizes is None else builder.parts("parts", vector, dtype, sizes, count)
 
 
 def _partition(builder: Builder, tensor: Ref, dtype: int, shard: Ref, count: int) -> list[Ref]:

@@ -7,8 +7,8 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from graph_passes.analysis.chosen_rows import with_counted_rows
-from graph_passes.analysis.running_sums import Part, parts_of_update
 from graph_passes.analysis.sample_dependence import SampleDependence, sample_dependence
+from graph_passes.analysis.update_flow import Part, parts_of_update
 from graph_passes.ir.graph import (
     FLOAT_DTYPES,
     LAYER_ATTR,
@@ -20,9 +20,13 @@ from graph_passes.ir.graph import (
     Names,
     NodeDef,
     Ref,
+    control_inputs,
+    copied,
+    copied_node,
     data_inputs,
     dtype_attr,
     make_node,
+    set_inputs,
     shape_attr,
 )
 from graph_passes.ir.outline import dtype_of
@@ -72,11 +76,10 @@ def with_whole_batches(program: Program, dependence: SampleDependence) -> Progra
     if not dependence.wholes:
         return program
     view = Graph(program.graph)
-    graph = GraphDef(versions=program.graph.versions, library=program.graph.library)
-    graph.node.extend(program.graph.node)
+    graph = copied(program.graph)
     own = {node.name: node for node in graph.node}
     names, placeholders, copies = Names(view.nodes), list[NodeDef](), list[NodeDef]()
-    copied: dict[str, str] = {}
+    renamed: dict[str, str] = {}
     normalizers: dict[Ref, Normalizer] = {}
     for whole in dependence.wholes:
         ref = whole.ref
@@ -85,15 +88,15 @@ def with_whole_batches(program: Program, dependence: SampleDependence) -> Progra
             attrs = {"dtype": dtype_attr(dtype_of(view, ref)), "shape": shape_attr(dependence.shapes.get(ref))}
             placeholders.append(make_node(name, "Placeholder", attrs=attrs))
             for original in view.ordered(_computing(view, ref)):
-                if original not in copied:
-                    copied[original] = names.fresh(f"{original}/of_whole_batch")
-                    copies.append(_copy(view.nodes[original], copied))
+                if original not in renamed:
+                    renamed[original] = names.fresh(f"{original}/of_whole_batch")
+                    copies.append(_copy(view.nodes[original], renamed))
             layer = view.nodes[ref.node].attr[LAYER_ATTR].s.decode() if LAYER_ATTR in view.nodes[ref.node].attr else ""
-            result = Ref(copied.get(ref.node, ref.node), ref.output)
+            result = Ref(renamed.get(ref.node, ref.node), ref.output)
             normalizers[ref] = Normalizer(Ref(name), result, layer or ref.node)
         own[whole.node].input[whole.argument] = str(normalizers[ref].placeholder)
-    ordered = GraphDef(versions=graph.versions, library=graph.library)
-    ordered.node.extend([*placeholders, *graph.node, *copies])
+    nodes = [*placeholders, *graph.node, *copies]
+    ordered = GraphDef(node=nodes, versions=graph.versions, library=graph.library)
     roles = program.roles
     roles = dataclasses.replace(roles, normalizers=(*roles.normalizers, *normalizers.values()))
     return program.replace(graph=ordered, roles=roles)
@@ -109,11 +112,9 @@ def _computing(view: Graph, ref: Ref) -> set[str]:
 
 def _copy(node: NodeDef, renamed: Mapping[str, str]) -> NodeDef:
     """Copies a node under its new name, with its inputs under theirs; the copy belongs to no layer."""
-    copy = NodeDef()
-    copy.CopyFrom(node)
+    copy = copied_node(node)
     copy.name = renamed[node.name]
-    del copy.input[:]
-    copy.input.extend(str(ref._replace(node=renamed.get(ref.node, ref.node))) for ref in data_inputs(node))
+    set_inputs(copy, [ref._replace(node=renamed.get(ref.node, ref.node)) for ref in data_inputs(node)])
     for key in [key for key in copy.attr if key.startswith(OWN_ATTRS)]:
         del copy.attr[key]
     return copy
@@ -125,8 +126,7 @@ class _Scaling:
     def __init__(self, program: Program, dependence: SampleDependence) -> None:
         self.program, self.dependence = program, dependence
         self.view = Graph(program.graph)
-        self.graph = GraphDef(versions=program.graph.versions, library=program.graph.library)
-        self.graph.node.extend(program.graph.node)
+        self.graph = copied(program.graph)
         self.builder = Builder(self.graph)
         self.couplings = [  # Capture's own products with the weight say nothing of the model.
             (name, coupling) for name, coupling in dependence.couplings if not self._is_weighted(self.view.nodes[name])
@@ -220,13 +220,10 @@ class _Scaling:
         weighted = self._is_weighted(node)
         value = inputs[0] if weighted else contribution
         spread = self.of(value)
-        if spread.degree == (0 if weighted else 1) and spread.axis is None:
-            if not spread.linear and value.node not in self._coupled:
-                self.couplings.append((value.node, coupling))
-            return contribution
-        share = self._share(value)
+        stays = spread.degree == (0 if weighted else 1) and spread.axis is None
+        share = None if stays else self._share(value)
         if share is None:
-            if value.node not in self._coupled:
+            if not (stays and spread.linear) and value.node not in self._coupled:
                 self.couplings.append((value.node, coupling))
             return contribution
         return self._times_weight(share, 1, dtype_of(self.view, value), f"{value.node}/contribution", {})
@@ -300,19 +297,16 @@ class _Scaling:
         shares = {index: self._share(inputs[index]) for index in scaled}
         if None in shares.values():
             return None
-        copy = self.builder.graph.node.add()
-        copy.CopyFrom(node)
+        copy = copied_node(node)
         copy.name = self.builder.names.fresh(f"{node.name}/share")
         for index, share in shares.items():
             copy.input[index] = str(share)
-        return Ref(copy.name, ref.output)
+        return Ref(self.builder.append(copy).node, ref.output)
 
     def _times_weight(self, ref: Ref, power: int, dtype: int, name: str, marks: Mapping[str, AttrValue]) -> Ref:
         """Returns a tensor of a dtype, multiplied by a power of the slice's weight."""
         weight = self.program.roles.slice.weight
-        if dtype_of(self.view, weight) != dtype:
-            types = {"SrcT": dtype_attr(dtype_of(self.view, weight)), "DstT": dtype_attr(dtype)}
-            weight = self.builder.add(f"{weight.node}/cast", "Cast", [weight], **types)
+        weight = self.builder.cast(weight, dtype_of(self.view, weight), dtype, name=f"{weight.node}/cast")
         for _ in range(abs(power)):
             op = "Mul" if power > 0 else "RealDiv"
             ref = self.builder.add(name, op, [ref, weight], T=dtype_attr(dtype), **marks)
@@ -328,9 +322,6 @@ def _pruned(graph: GraphDef, roles: Roles) -> GraphDef:
     pruned = GraphDef(versions=graph.versions, library=graph.library)
     for node in graph.node:
         if node.name in used:
-            copy = pruned.node.add()
-            copy.CopyFrom(node)
-            inputs = [text for text in node.input if not text.startswith("^") or text[1:] in used]
-            del copy.input[:]
-            copy.input.extend(inputs)
+            pruned.node.append(node)
+            set_inputs(pruned.node[-1], data_inputs(node), [name for name in control_inputs(node) if name in used])
     return pruned

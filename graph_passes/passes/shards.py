@@ -1,21 +1,127 @@
-"""Updates in shards: a device's shard of a whole parameter is taken, updated like one, and sent to all devices."""
+"""Parameters in shards: gathered for tasks; taken, updated and sent to all devices for updates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.ir.graph import BYTES_ATTR, REDUCTION_ATTR, Builder, Graph, Ref, dtype_attr
 from graph_passes.ir.group_update import Captured, shard_storage
 from graph_passes.ir.node_kinds import NodeKind
-from graph_passes.ir.outline import FunctionDef, call_node, outline
-from graph_passes.ir.program import Variable, VariableKind
-from graph_passes.ir.storage import assign, assign_variable, buckets, bytes_of, handle, read, shard_of
+from graph_passes.ir.outline import FunctionDef, add_call, outline
+from graph_passes.ir.program import Stage, Variable, VariableKind
+from graph_passes.ir.storage import (
+    assign,
+    assign_variable,
+    buckets,
+    bytes_of,
+    flatten,
+    handle,
+    joined_shards,
+    read,
+    read_variable,
+    shard_of,
+    unflatten,
+)
 from graph_passes.ir.tensorflow_bridge import empty_graph
-from graph_passes.passes.parameter_gathers import joined_buckets, packed_shards, vector_arguments
 from graph_passes.passes.parameter_group import ParameterGroup
-from graph_passes.passes.update_nodes import UpdateNodes, marks
+
+if TYPE_CHECKING:
+    from graph_passes.passes.parameter_group import UpdateNodes
+    from graph_passes.passes.replicate import Replication
+
+
+class ParameterGathers:
+    """Adds the nodes that gather a stage's parameters, to a step's top level.
+
+        W/0 on 0, W/1 on 1   becomes   0: read W/0 -> gather W on 0, gather W on 1;  1: read W/1 -> the same
+
+    A device that runs one stage gathers as soon as the step begins, and one read on each owner serves all of the
+    stage's replicas. On a device that runs several, its gathers wait for their turn (`OrderTasks`), and so does what is
+    sent for them: each replica then has reads of its own.
+
+    Args:
+        step: the step's top level.
+
+    Attributes:
+        tensors: (parameter, stage, replica) -> its whole value on the replica's device.
+        begins: (stage, replica) -> the nodes that wait for its turn; none if its device runs no other stage.
+    """
+
+    def __init__(self, step: Replication) -> None:
+        self.tensors: dict[tuple[str, int, int], Ref] = {}
+        self.begins: dict[tuple[int, int], list[str]] = {}
+        self._step, self._options, self._layout, self._builder = step, step.options, step.layout, step.builder
+        self._gathers = 0
+
+    def add(self, stage: Stage, replicas: Iterable[int]) -> None:
+        """Gathers the sharded parameters that a stage reads, except tables looked up before F.
+
+        Args:
+            stage: the stage.
+            replicas: its replicas with samples.
+        """
+        variables = self._step.program.variables
+        groups: dict[tuple[int, ...], list[Variable]] = {}
+        for name in stage.reads:
+            if name in self._options.in_shards and name not in stage.looked_up:
+                groups.setdefault(tuple(self._options.owners[name]), []).append(variables[name])
+        for stages, whole in groups.items():
+            devices = tuple(dict.fromkeys(device for own in stages for device in self._layout.devices[own]))
+            in_shards = [dataclasses.replace(variable, shards=len(devices)) for variable in whole]
+            packed = buckets(sorted(in_shards, key=lambda variable: variable.dtype), self._options.bucket_bytes)
+            label = f"stage{stage.index}_of{'_'.join(map(str, stages))}"
+            name = f"{self._options.prefix}{label}_gather"
+            reading = _reading(f"{name}_read", packed)
+            joining = [_joining(f"{name}{index}", bucket) for index, bucket in enumerate(packed)]
+            together: list[str] = []
+            for replica in replicas:
+                if self._takes_turns(stage.index, replica):
+                    reads = self._read(reading, stages, devices, f"{label}/replica{replica}")
+                    self.begins.setdefault((stage.index, replica), []).extend(reads)
+                else:
+                    reads = together = together or self._read(reading, stages, devices, label)
+                self._join(stage.index, replica, packed, joining, reads)
+
+    def _takes_turns(self, stage: int, replica: int) -> bool:
+        """Whether the device of a replica runs other stages, too."""
+        device = self._layout.devices[stage][replica]
+        return sum(device in devices for devices in self._layout.devices) > 1
+
+    def _read(self, function: FunctionDef, stages: tuple[int, ...], devices: Sequence[str], label: str) -> list[str]:
+        """Reads all shards, on each device its own; returns the nodes."""
+        attrs = NodeKind.READ.marks(group=stages)
+        nodes = []
+        for number, device in enumerate(devices):
+            name = f"{label}/read_shard{number}"
+            nodes.append(add_call(self._builder, name, function, [], device=device, attrs=attrs).node)
+            self._step.shard_reads[stages, device].append(nodes[-1])
+        return nodes
+
+    def _join(
+        self,
+        stage: int,
+        replica: int,
+        packed: Sequence[Sequence[Variable]],
+        functions: Sequence[FunctionDef],
+        reads: Sequence[str],
+    ) -> None:
+        """Joins all shards on the device of a replica, bucket by bucket."""
+        device = self._layout.devices[stage][replica]
+        for index, (bucket, function) in enumerate(zip(packed, functions, strict=True)):
+            self._gathers += 1
+            attrs = {
+                **NodeKind.ALL_GATHER.marks(stage, replica),
+                REDUCTION_ATTR: -self._gathers,  # Numbers of reductions are above 0.
+                BYTES_ATTR: bytes_of(bucket),
+            }
+            name, vectors = f"stage{stage}/replica{replica}/gather", [Ref(node, index) for node in reads]
+            node = add_call(self._builder, name, function, vectors, device=device, attrs=attrs).node
+            for position, variable in enumerate(bucket):
+                self.tensors[variable.name, stage, replica] = Ref(node, position)
 
 
 def take_shards(builder: Builder, captured: Captured, number: Ref, stored: Container[str]) -> dict[str, Ref]:
@@ -72,7 +178,7 @@ def updated_shards(
             place = handle(builder, own.storage_name, own.dtype, own.storage_shape)
             kind = dtype_attr(own.dtype)
             parts.append(builder.add("updated", "ReadVariableOp", [place], control=effects, dtype=kind))
-        vectors.append(packed_shards(builder, parts, bucket[0].dtype))
+        vectors.append(_packed_shards(builder, parts, bucket[0].dtype))
     return vectors
 
 
@@ -97,14 +203,18 @@ def all_gather(
     """
     assigned: dict[str, list[Ref]] = {device: [] for device in group.devices}
     for index, bucket in enumerate(packed):
-        function = _gather_function(f"{nodes.options.prefix}{group.label}_all_gather{index}", bucket)
-        nodes.functions.append(function)
+        function = _gather_function(f"{nodes.step.prefix}{group.label}_all_gather{index}", bucket)
         vectors = [Ref(updates[device].node, index) for device in group.devices]
-        attrs = {**marks(NodeKind.ALL_GATHER, group), REDUCTION_ATTR: number(), BYTES_ATTR: bytes_of(bucket)}
+        attrs = {
+            **NodeKind.ALL_GATHER.marks(group=group.stages),
+            REDUCTION_ATTR: number(),
+            BYTES_ATTR: bytes_of(bucket),
+        }
         for replica, device in enumerate(group.devices):
-            name = nodes.builder.names.fresh(f"{group.label}/replica{replica}/all_gather{index}")
-            node = call_node(name, function, vectors, device=device, control=[updates[device].node], attrs=attrs)
-            assigned[device].append(nodes.builder.append(node))
+            name, control = f"{group.label}/replica{replica}/all_gather{index}", [updates[device].node]
+            assigned[device].append(
+                add_call(nodes.builder, name, function, vectors, device=device, control=control, attrs=attrs)
+            )
     ends: dict[str, Ref] = {}
     for replica, (device, calls) in enumerate(assigned.items()):
         ends[device] = calls[0]
@@ -120,10 +230,49 @@ def _gather_function(name: str, bucket: Sequence[Variable]) -> FunctionDef:
     It removes the device's own shards, which only the update needed.
     """
     builder = Builder(empty_graph())
-    dtype, vectors = bucket[0].dtype, vector_arguments(builder, bucket)
+    dtype, vectors = bucket[0].dtype, _vector_arguments(builder, bucket)
     effects = []
-    for variable, value in zip(bucket, joined_buckets(builder, vectors, bucket), strict=True):
+    for variable, value in zip(bucket, _joined_buckets(builder, vectors, bucket), strict=True):
         effects.append(assign(builder, variable.name, value, dtype, variable.shape))
         own = handle(builder, shard_storage(variable.name), dtype, variable.storage_shape)
         effects.append(builder.add("remove", "DestroyResourceOp", [own], ignore_lookup_error=True).node)
     return outline(name, Graph(builder.graph), vectors, [], effects=effects)
+
+
+def _packed_shards(builder: Builder, shards: Sequence[Ref], dtype: int) -> Ref:
+    """Returns a device's shards of a bucket of variables as one vector."""
+    return builder.concat("bucket", [flatten(builder, shard, dtype) for shard in shards], dtype, 0)
+
+
+def _joined_buckets(builder: Builder, vectors: Sequence[Ref], bucket: Sequence[Variable]) -> list[Ref]:
+    """Returns the whole values of a bucket of variables from all devices' `_packed_shards`, in order."""
+    shapes = [variable.storage_shape for variable in bucket]
+    columns = [unflatten(builder, vector, bucket[0].dtype, shapes) for vector in vectors]
+    return [
+        joined_shards(builder, shards, variable)
+        for variable, shards in zip(bucket, zip(*columns, strict=True), strict=True)
+    ]
+
+
+def _vector_arguments(builder: Builder, bucket: Sequence[Variable]) -> list[Ref]:
+    """Returns arguments of a function for all devices' `_packed_shards`."""
+    dtype = bucket[0].dtype
+    return [builder.argument("vector", dtype) for _ in range(bucket[0].shards)]
+
+
+def _reading(name: str, packed: Sequence[Sequence[Variable]]) -> FunctionDef:
+    """Returns the function () -> a device's shards, a vector for each bucket."""
+    builder = Builder(empty_graph())
+    vectors = []
+    for bucket in packed:
+        shards = [read_variable(builder, v) for v in bucket]
+        vectors.append(_packed_shards(builder, shards, bucket[0].dtype))
+    return outline(name, Graph(builder.graph), [], vectors)
+
+
+def _joining(name: str, bucket: Sequence[Variable]) -> FunctionDef:
+    """Returns the function from the vectors of all devices' shards to whole values."""
+    builder = Builder(empty_graph())
+    vectors = _vector_arguments(builder, bucket)
+    values = _joined_buckets(builder, vectors, bucket)
+    return outline(name, Graph(builder.graph), vectors, values)

@@ -7,10 +7,9 @@ import math
 from collections.abc import Collection, Hashable, Mapping
 from typing import ClassVar
 
-from graph_passes.analysis.split_signatures import Shape
-from graph_passes.ir.graph import CALL_ATTR, OWN_ATTRS, Graph, GraphDef, NodeDef, Ref, control_inputs
+from graph_passes.ir.graph import CALL_ATTR, OWN_ATTRS, Graph, GraphDef, NodeDef, Ref, control_inputs, set_inputs
 from graph_passes.ir.program import Fact, Program
-from graph_passes.ir.tensorflow_bridge import is_stateful, makes_resource, output_dtypes, takes_functions
+from graph_passes.ir.tensorflow_bridge import Shape, is_stateful, makes_resource, output_dtypes, takes_functions
 
 _LARGEST = 1024
 """The most elements of a shared value."""
@@ -40,50 +39,36 @@ class ShareValues:
     def run(self, program: Program) -> Program:
         """Flat step program -> the same with fewer nodes."""
         kept = set() if program.step is None else program.step.named_nodes
-        return program.replace(graph=share_values(program.graph, self.shapes, kept, within_calls=self.within_calls))
+        return program.replace(graph=self.shared(program.graph, kept))
 
-
-def share_values(
-    graph: GraphDef, shapes: Mapping[Ref, Shape | None], kept: Collection[str] = (), *, within_calls: bool = False
-) -> GraphDef:
-    """Returns a graph in which equal small values are computed once.
-
-    Args:
-        graph: a flat graph; it isn't changed.
-        shapes: of its tensors.
-        kept: nodes that must stay.
-        within_calls: see `ShareValues`.
-    """
-    view = Graph(graph)
-    first: dict[Hashable, str] = {}
-    instead: dict[str, str] = {}  # node -> the one that computes the same
-    for name in view.topological():
-        node = view.nodes[name]
-        if _can_be_shared(node, shapes):
-            inputs = tuple((instead.get(ref.node, ref.node), ref.output) for ref in view.inputs(name))
-            waits = frozenset(instead.get(waited, waited) for waited in control_inputs(node))
-            attrs = tuple(
-                (key, node.attr[key].SerializeToString(deterministic=True))
-                for key in sorted(node.attr)
-                if not key.startswith(OWN_ATTRS) or (within_calls and key == CALL_ATTR)
-            )
-            other = first.setdefault((node.op, node.device, inputs, waits, attrs), name)
-            if other != name and name not in kept:
-                instead[name] = other
-    shared = GraphDef(versions=graph.versions, library=graph.library)
-    for node in graph.node:
-        if node.name in instead:
-            continue
-        own = shared.node.add()
-        own.CopyFrom(node)
-        if any(ref.node in instead for ref in view.inputs(node.name)) or any(
-            waited in instead for waited in control_inputs(node)
-        ):
-            data = [str(Ref(instead.get(ref.node, ref.node), ref.output)) for ref in view.inputs(node.name)]
-            waits_now = dict.fromkeys(f"^{instead.get(waited, waited)}" for waited in control_inputs(node))
-            del own.input[:]
-            own.input.extend([*data, *waits_now])
-    return shared
+    def shared(self, graph: GraphDef, kept: Collection[str] = ()) -> GraphDef:
+        """Returns a flat graph in which equal small values are computed once, but for nodes that must stay."""
+        view = Graph(graph)
+        first: dict[Hashable, str] = {}
+        instead: dict[str, str] = {}  # node -> the one that computes the same
+        for name in view.topological():
+            node = view.nodes[name]
+            if _can_be_shared(node, self.shapes):
+                inputs = tuple((instead.get(ref.node, ref.node), ref.output) for ref in view.inputs(name))
+                waits = frozenset(instead.get(waited, waited) for waited in control_inputs(node))
+                attrs = tuple(
+                    (key, node.attr[key].SerializeToString(deterministic=True))
+                    for key in sorted(node.attr)
+                    if not key.startswith(OWN_ATTRS) or (self.within_calls and key == CALL_ATTR)
+                )
+                other = first.setdefault((node.op, node.device, inputs, waits, attrs), name)
+                if other != name and name not in kept:
+                    instead[name] = other
+        shared = GraphDef(versions=graph.versions, library=graph.library)
+        for node in graph.node:
+            if node.name in instead:
+                continue
+            shared.node.append(node)
+            data, waits_for = view.inputs(node.name), control_inputs(node)
+            if not instead.keys().isdisjoint([*(ref.node for ref in data), *waits_for]):
+                data = [Ref(instead.get(ref.node, ref.node), ref.output) for ref in data]
+                set_inputs(shared.node[-1], data, [instead.get(waited, waited) for waited in waits_for])
+        return shared
 
 
 def _can_be_shared(node: NodeDef, shapes: Mapping[Ref, Shape | None]) -> bool:

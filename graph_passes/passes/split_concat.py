@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from tensorflow.core.framework import types_pb2
@@ -13,8 +13,7 @@ from graph_passes.ir.connections import check_rows
 from graph_passes.ir.graph import Builder, Ref, copied, dtype_attr, substitute
 from graph_passes.ir.node_kinds import NodeKind, task_attrs
 from graph_passes.ir.program import Boundary, Fact, Program, Step, Value, ValueKind
-from graph_passes.ir.relays import sources_of
-from graph_passes.ir.tasks import Phase, Task
+from graph_passes.ir.tasks import Phase, Task, sources_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +88,13 @@ class _Connection:
             if interval.size
         ]
 
+    def _receivers(self, value: Value, stage: int, phase: Phase) -> Iterator[tuple[int, list[tuple[Task, Interval]]]]:
+        """Yields the micro-batches in which slices of a stage wait for a value, and these slices."""
+        for micro_batch in range(len(self.layout.micro_batch_intervals)):
+            slices = self._slices(stage, phase, micro_batch)
+            if receivers := [own for own in slices if (own[0], value) in self.step.pending]:
+                yield micro_batch, receivers
+
     def sources(self, boundary: Boundary, relays: Sequence[int]) -> dict[int, int]:
         """Maps each stage that reads a tensor to the one that it gets it from."""
         readers = self.readers.get(Value(boundary.ref), set())  # Others have nothing to hand on.
@@ -104,14 +110,7 @@ class _Connection:
             onward: whether the receiver hands it on.
         """
         value = Value(boundary.ref)
-        for micro_batch in range(len(self.layout.micro_batch_intervals)):
-            receivers = [
-                (task, interval)
-                for task, interval in self._slices(stage, Phase.FORWARD, micro_batch)
-                if (task, value) in self.step.pending
-            ]
-            if not receivers:
-                continue
+        for micro_batch, receivers in self._receivers(value, stage, Phase.FORWARD):
             tensors = self.step.values if source == boundary.producer else self.relayed
             sources = [
                 (task, interval, tensors[task, value])
@@ -134,14 +133,7 @@ class _Connection:
         """
         value = Value(boundary.ref, ValueKind.GRADIENT)
         producer = boundary.producer
-        for micro_batch in range(len(self.layout.micro_batch_intervals)):
-            receivers = [
-                (task, interval)
-                for task, interval in self._slices(producer, self.phases[producer], micro_batch)
-                if (task, value) in self.step.pending
-            ]
-            if not receivers:
-                continue
+        for micro_batch, receivers in self._receivers(value, producer, self.phases[producer]):
             # Readers of a relay come after it, so that its sum is complete when its turn comes.
             sums: dict[Task, Ref] = {}
             for stage in sorted({*sources.values()} - {producer}, reverse=True):

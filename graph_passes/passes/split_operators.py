@@ -11,15 +11,16 @@ from tensorflow.core.framework import types_pb2
 
 from graph_passes.analysis.split_rules import (
     Cut,
-    Shape,
     Split,
+    Splitting,
+    Whole,
     chosen_rule,
     part_name,
     split_name,
     split_rules,
 )
-from graph_passes.analysis.splitting import Splitting, Whole
 from graph_passes.errors import PassError
+from graph_passes.ir.collectives import SUM_OP
 from graph_passes.ir.graph import (
     BYTES_ATTR,
     OWN_ATTRS,
@@ -34,11 +35,11 @@ from graph_passes.ir.graph import (
     copied_node,
     dtype_attr,
     make_node,
+    set_inputs,
 )
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.program import Fact, Program, Step
-from graph_passes.ir.replica_sums import SUM_OP
-from graph_passes.ir.tensorflow_bridge import constant_value, make_constant, output_dtypes
+from graph_passes.ir.tensorflow_bridge import Shape, constant_value, make_constant, output_dtypes
 
 _SMALL = 64
 """The most elements of a constant that could hold axes, a permutation or strides."""
@@ -84,8 +85,8 @@ class SplitOperators:
         if not self.splits:
             return program
         step = program.own_step
-        splitting = _Splitting(program.graph, self.splits, self.shapes, self.optional)
-        split = splitting.result(_fetched(step))
+        splitting = GraphSplitting(program.graph, self.splits, self.shapes, self.optional)
+        split = splitting.result([*step.results, *step.gradients.values()])
         return program.replace(graph=split.graph, step=_redirected(step, split, splitting.wholes))
 
 
@@ -101,31 +102,6 @@ class SplitGraph(NamedTuple):
     joined: Mapping[Ref, Ref]
 
 
-def split_operators(
-    graph: GraphDef,
-    splits: Mapping[str, Split],
-    shapes: Mapping[Ref, Shape | None],
-    fetched: Iterable[Ref] = (),
-) -> SplitGraph:
-    """Splits operators of a graph, which isn't changed; see `SplitOperators`.
-
-    Args:
-        graph: a flat graph.
-        splits: name of an operator -> how it is split.
-        shapes: of all tensors that these operators read and make.
-        fetched: tensors that are wanted whole, even where no node reads them.
-
-    Raises:
-        PassError: there is no such operator, or it can't be split like this.
-    """
-    return _Splitting(graph, splits, shapes).result(fetched)
-
-
-def _fetched(step: Step) -> list[Ref]:
-    refs = [*([step.loss] if step.loss is not None else []), *step.gradients.values()]
-    return refs + [ref for several in (*step.outputs, *step.metric_results.values()) for ref in several]
-
-
 def _redirected(step: Step, split: SplitGraph, splits: Mapping[str, Whole]) -> Step:
     """Returns the step with its tensors and nodes replaced."""
     for what in (*step.entry.values(), *([step.train] if step.train is not None else [])):
@@ -139,18 +115,24 @@ def _redirected(step: Step, split: SplitGraph, splits: Mapping[str, Whole]) -> S
         return tuple(part_name(name, part) for part in range(splits[name].parts)) if name in splits else (name,)
 
     return dataclasses.replace(
-        step,
+        step.moved(now),
         exit={task: tuple(part for name in names for part in parts(name)) for task, names in step.exit.items()},
         values={key: now(ref) for key, ref in step.values.items() if ref.node not in splits or ref in split.joined},
-        metric_results={name: tuple(map(now, refs)) for name, refs in step.metric_results.items()},
-        loss=None if step.loss is None else now(step.loss),
-        outputs=tuple(tuple(map(now, refs)) for refs in step.outputs),
-        gradients={name: now(ref) for name, ref in step.gradients.items()},
     )
 
 
-class _Splitting(Splitting[Ref]):
-    """A graph while its operators are being split."""
+class GraphSplitting(Splitting[Ref]):
+    """A graph while its operators are being split; the given one isn't changed.
+
+    Args:
+        graph: a flat graph.
+        splits: as in `SplitOperators`, and so the next two.
+        shapes: see ``splits``.
+        optional: see ``splits``.
+
+    Raises:
+        PassError: there is no such operator, or it can't be split like this.
+    """
 
     def __init__(
         self,
@@ -175,8 +157,8 @@ class _Splitting(Splitting[Ref]):
         self.behind: dict[str, list[NodeDef]] = {}  # operator -> nodes that join or cut its outputs
         self.parts: dict[str, list[NodeDef]] = {}
 
-    def result(self, fetched: Iterable[Ref]) -> SplitGraph:
-        """Returns the graph whose operators have been split."""
+    def result(self, fetched: Iterable[Ref] = ()) -> SplitGraph:
+        """Returns the graph whose operators have been split; ``fetched`` tensors are wanted whole."""
         changed: dict[str, NodeDef] = {}
         for name, node in self.view.nodes.items():
             if name in self.wholes:
@@ -184,8 +166,7 @@ class _Splitting(Splitting[Ref]):
             elif any(ref.node in self.wholes for ref in self.view.inputs(name)) or any(
                 waited in self.wholes for waited in control_inputs(node)
             ):
-                changed[name] = NodeDef()
-                changed[name].CopyFrom(node)
+                changed[name] = copied_node(node)
                 refs = self.view.inputs(name)
                 self._rewire(changed[name], [self.whole(ref) for ref in refs], refs)
         for ref in fetched:
@@ -236,8 +217,7 @@ class _Splitting(Splitting[Ref]):
         read = [ref for argument, ref in enumerate(refs) if argument not in shapes]
         parts = []
         for number in range(whole.parts):
-            part = NodeDef()
-            part.CopyFrom(node)
+            part = copied_node(node)
             part.name = self._name(part_name(node.name, number))
             part.op = whole.rule.part_op(part.op)
             for key in ("_class", "_output_shapes"):
@@ -255,9 +235,7 @@ class _Splitting(Splitting[Ref]):
             if waited not in needed:
                 whole = self.wholes.get(waited)
                 waits += [waited] if whole is None else [part_name(waited, number) for number in range(whole.parts)]
-        del node.input[:]
-        node.input.extend(map(str, inputs))
-        node.input.extend(f"^{waited}" for waited in waits)
+        set_inputs(node, inputs, waits)
 
     def _shapes_of_parts(self, node: NodeDef, ref: Ref, axis: int, whole: Whole) -> list[Ref]:
         """Returns constants that replace the first output's shape."""

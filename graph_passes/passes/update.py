@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from graph_passes.ir.collectives import AllReduceRules
@@ -13,9 +12,8 @@ from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.program import Fact, Program
 from graph_passes.ir.tensorflow_bridge import empty_graph
 from graph_passes.passes.apply_updates import Application
-from graph_passes.passes.parameter_group import reduction_units
+from graph_passes.passes.parameter_group import UpdateNodes, reduction_units
 from graph_passes.passes.reduce_gradients import Reduction
-from graph_passes.passes.update_nodes import UpdateNodes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +36,7 @@ class Update:
 
     Attributes:
         updates: the parameter groups' parts of the optimizer.
-        owners: the stages that keep each variable on their devices.
-        host_device: the device of the step's last node.
         bucket_bytes: gradients are reduced in vectors of about this size.
-        first_key: the first of the collective keys; steps that share workers mustn't share keys.
-        prefix: start of the functions' names.
         wait_free: False makes a group wait until its devices have run all their tasks.
         want_gradients: whether the reduced gradients can be fetched (``step.gradients``); those of groups that are
             carried over can't be.
@@ -65,11 +59,7 @@ class Update:
     requires: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
     ensures: ClassVar[tuple[Fact, ...]] = (Fact.COMPLETE,)
     updates: tuple[GroupUpdate, ...]
-    owners: Mapping[str, Sequence[int]]
-    host_device: str
     bucket_bytes: int
-    first_key: int = 1
-    prefix: str = ""
     wait_free: bool = True
     want_gradients: bool = True
     carried: tuple[tuple[int, ...], ...] = ()
@@ -95,22 +85,22 @@ class Update:
         ends += [name for group in nodes.carried for device in group.devices for name in nodes.complete(group, device)]
         train = nodes.end(dict.fromkeys(ends))
         gradients = application.gradients(now) if self.want_gradients else {}
-        nodes.finish()
         step = dataclasses.replace(nodes.step, pending={}, train=train, gradients=gradients)
         return program.replace(graph=nodes.graph, step=step)
 
 
-def flush(update: Update, program: Program) -> tuple[GraphDef, str]:
+def flush(update: Update, program: Program, first_key: int = 1) -> tuple[GraphDef, str]:
     """Returns a graph that only reduces and updates the groups that steps with ``update`` have carried over.
 
     Args:
         update: the pass with which these steps were made.
         program: one of them, with ordered tasks.
+        first_key: the first of the collective keys.
 
     Returns:
         The graph and the node that has run when the variables have been updated.
     """
-    nodes = UpdateNodes(update, program, empty_graph())
+    step = dataclasses.replace(program.own_step, next_key=first_key)
+    nodes = UpdateNodes(update, program.replace(step=step), empty_graph())
     train = nodes.end(Application(nodes, Reduction(nodes)).carried().values())
-    nodes.finish()
     return nodes.graph, train

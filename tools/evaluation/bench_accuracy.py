@@ -17,7 +17,7 @@ from dapple_tf.describe.cluster import Cluster, Device
 from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.measuring.emulator import MAX_DEVICES
-from dapple_tf.planning.early_reductions import reduced_early
+from dapple_tf.planning.reductions import reduced_early
 from dapple_tf.schedules.policy import Placement, Policy
 from dapple_tf.schedules.schedules import POLICIES, policy_of
 from dapple_tf.tools import command

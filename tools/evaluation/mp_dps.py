@@ -14,19 +14,20 @@ from collections.abc import Sequence
 
 from dapple_tf.operators.list_scheduler import ByPriority, ListScheduler
 from dapple_tf.operators.op_graph import PlacementProblem
-from dapple_tf.operators.placement_candidates import Candidate, Pieces, Variant, scheduled
+from dapple_tf.operators.pieces import Pieces
+from dapple_tf.operators.simulated_placement import Candidate, scheduled
 
 
-def mp_dps_candidate(base: Variant, start: Candidate | None) -> Candidate:
+def mp_dps_candidate(base: PlacementProblem, start: Candidate | None) -> Candidate:
     """Returns MP-DPS's placement.
 
     Args:
         base: the graph without splits.
         start: data parallelism; None begins with the operators as they are.
     """
-    variant = base if start is None else start.variant
-    pieces = Pieces.of(variant.problem)
-    best = scheduled(variant, pieces.spread(placed_pieces(pieces.problem)), "MP-DPS")
+    problem = base if start is None else start.problem
+    pieces = Pieces.of(problem)
+    best = scheduled(problem, pieces.spread(placed_pieces(pieces.problem)), "MP-DPS")
     return best if start is None else min(best, start, key=lambda one: one.rank)
 
 

@@ -21,7 +21,7 @@ from dapple_tf.describe.devices import Link, ReductionLinks
 from dapple_tf.describe.plan import ALL_REDUCE, Plan, PlanError
 from dapple_tf.describe.profile import Profile
 from dapple_tf.operators.rooflines import Roofline
-from dapple_tf.planning.chunks import chunked
+from dapple_tf.planning.stage_cuts import chunked
 from dapple_tf.schedules.out_of_order import best_reverse_first_k
 from dapple_tf.simulation.all_reduce import all_reduce_time
 from dapple_tf.simulation.cost import CostModel

@@ -9,7 +9,7 @@ import numpy as np
 
 from dapple_tf.operators.list_scheduler import ListScheduler, Rule, earliest
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, PlacementProblem, Topology, compile_problem, tails
-from dapple_tf.operators.placement_candidates import judged, placed_by, variant_of
+from dapple_tf.operators.simulated_placement import judged, placed_by
 from dapple_tf.operators.split_search import samples_operators
 
 
@@ -18,13 +18,12 @@ def single_device(graph: OpGraph, topology: Topology) -> OpPlacement:
 
     Its peak may be above the device's limit.
     """
-    variant = variant_of(graph, topology, {})
-    problem = variant.problem
+    problem = compile_problem(graph, topology)
     totals = np.asarray(graph.seconds, float).sum(axis=0)
     pins = set(graph.pinned.tolist())
     fastest = min(range(topology.count), key=lambda device: (totals[device], device not in pins, device))
     devices = [problem.pinned[group] if problem.pinned[group] >= 0 else fastest for group in problem.group]
-    return placed_by(judged(variant, devices, list(range(problem.count)), "one device"))
+    return placed_by(judged(problem, devices, list(range(problem.count)), "one device"))
 
 
 class DataParallelStep(NamedTuple):

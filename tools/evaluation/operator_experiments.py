@@ -11,8 +11,9 @@ from dapple_tf.operators.build_op_graph import build_op_graph
 from dapple_tf.operators.fd_dps import fd_dps, largest_island, on_island
 from dapple_tf.operators.list_scheduler import fd_dps_schedule, heft_schedule
 from dapple_tf.operators.op_costs import OperatorCosts
-from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
-from dapple_tf.operators.placement_candidates import Pieces, judged, placed_by, scheduled, variant_of
+from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology, compile_problem
+from dapple_tf.operators.pieces import Pieces
+from dapple_tf.operators.simulated_placement import judged, placed_by, scheduled
 from dapple_tf.operators.split_search import by_batch, fast_t_candidate
 from dapple_tf.tools.evaluation.mp_dps import mp_dps_candidate, placed_pieces
 from dapple_tf.tools.evaluation.operator_baselines import data_parallel, parents_device, single_device
@@ -57,20 +58,20 @@ def published_steps(model: str, cluster: dapple.Cluster) -> Record:
     queue, beside FastT (DPOS and OS-DPOS) and HEFT with theirs; and pieces of operators with a queue by path, as
     MP-DPS has.
     """
-    base = variant_of(*op_graph(model, cluster), {})
+    base = compile_problem(*op_graph(model, cluster))
     start = by_batch(base)
     assert start is not None, model
-    variant, problem, never = start.variant, start.variant.problem, start._replace(over=math.inf)
+    problem, never = start.problem, start._replace(over=math.inf)
     pieces = Pieces.of(problem)
     by_path = fd_dps_schedule(pieces.problem)[0]
     seconds = {
         "graph": start,
-        "FD-DPS": judged(variant, *fd_dps_schedule(problem), "published"),
-        "FD-DPS, algorithm 2": judged(variant, *fd_dps_schedule(problem, parents_device(problem)), "published"),
+        "FD-DPS": judged(problem, *fd_dps_schedule(problem), "published"),
+        "FD-DPS, algorithm 2": judged(problem, *fd_dps_schedule(problem, parents_device(problem)), "published"),
         "FastT": fast_t_candidate(base, never),
-        "HEFT": judged(variant, *heft_schedule(problem), "HEFT"),
-        "FD-DPS, pieces": scheduled(variant, pieces.spread(by_path), "pieces"),
-        "MP-DPS, pieces": scheduled(variant, pieces.spread(placed_pieces(pieces.problem)), "MP-DPS"),
+        "HEFT": judged(problem, *heft_schedule(problem), "HEFT"),
+        "FD-DPS, pieces": scheduled(problem, pieces.spread(by_path), "pieces"),
+        "MP-DPS, pieces": scheduled(problem, pieces.spread(placed_pieces(pieces.problem)), "MP-DPS"),
     }
     return {name: candidate.seconds for name, candidate in seconds.items()}
 
@@ -99,7 +100,7 @@ def _fits(placement: OpPlacement, topology: Topology) -> bool:
 
 
 def _opponents(graph: OpGraph, topology: Topology) -> Record:
-    base = variant_of(graph, topology, {})
+    base = compile_problem(graph, topology)
     start = by_batch(base)
     assert start is not None, "all of the paper's models have batches"
     steps = [data_parallel(graph, topology, own_statistics=own) for own in (False, True)]
@@ -124,7 +125,7 @@ def run_towers(samples: int) -> Record:
     for devices in (2, 4):
         topology = Topology.of(cluster_of(devices))
         graph = build_op_graph(step, topology, OperatorCosts.p100(), shapes)
-        start = by_batch(variant_of(graph, topology, {}))
+        start = by_batch(compile_problem(graph, topology))
         graphs: list[OpPlacement] = [] if start is None else [placed_by(start)]
         parallel = min([data_parallel(graph, topology).seconds, *(one.seconds for one in graphs)])
         ways = {"single": single_device(graph, topology).seconds, "data parallelism": parallel}

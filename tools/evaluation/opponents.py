@@ -17,14 +17,11 @@ from typing import Any, NamedTuple
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile
-from dapple_tf.planning.chunks import chunked
-from dapple_tf.planning.early_reductions import cut_trials
-from dapple_tf.planning.fastest_reductions import with_fastest_reductions
-from dapple_tf.planning.out_of_order_plans import with_task_seconds
+from dapple_tf.planning.moves import recomputing_by_stage, with_task_seconds
 from dapple_tf.planning.plan_request import PlanRequest
-from dapple_tf.planning.recompute_modes import recomputing_by_stage
+from dapple_tf.planning.reductions import cut_trials, with_fastest_reductions
 from dapple_tf.planning.relays import RelayGuess
-from dapple_tf.planning.stage_cuts import by_time
+from dapple_tf.planning.stage_cuts import by_time, chunked
 from dapple_tf.schedules.schedule_request import ScheduleError
 from dapple_tf.schedules.schedules import POLICIES
 from dapple_tf.simulation.cost import CostModel

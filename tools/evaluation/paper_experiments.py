@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile
-from dapple_tf.planning.latency import pipeline_latency, stage_times
-from dapple_tf.planning.search import coarsened
+from dapple_tf.planning.search import coarsened, pipeline_latency, stage_times
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.tools.evaluation import paper_models as models

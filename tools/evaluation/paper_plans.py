@@ -18,12 +18,11 @@ from typing import Any
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.describe.plan_text import recompute_text
+from dapple_tf.describe.plan_report import recompute_text
 from dapple_tf.describe.profile import Profile
 from dapple_tf.planning import planner
-from dapple_tf.planning.early_reductions import reduced_early
-from dapple_tf.planning.fastest_reductions import fastest_reductions
-from dapple_tf.planning.features import NAMES
+from dapple_tf.planning.plan_request import NAMES
+from dapple_tf.planning.reductions import fastest_reductions, reduced_early
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import Simulation, simulate
 from dapple_tf.tools.evaluation.paper_models import Partition
@@ -32,7 +31,7 @@ from dapple_tf.tools.evaluation.results import Record
 SAME = ("gpipe", "dapple_a", "dapple_b")
 """Schedules that DAPPLE's runtime has."""
 _FEATURES = ("recompute", "pieces", "relays")
-"""Features of plans (`dapple_tf.planning.features`) that DAPPLE's runtime has or leaves open."""
+"""Features of plans (`dapple_tf.planning.plan_request`) that DAPPLE's runtime has or leaves open."""
 _EVERYTHING = tuple(name for name in NAMES if name != "carried_updates")
 """All features but the one that moves updates into the next step, which no other column has."""
 _MOST_MICRO_BATCHES = 256

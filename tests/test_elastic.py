@@ -15,7 +15,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,10 @@ from profiles_for_tests import profile_of
 from workers import wait_until
 
 import dapple_tf as dapple
-from dapple_tf.clusters import remote_session, shared_connections
+from dapple_tf.clusters import membership, remote_session, shared_connections
+from dapple_tf.clusters.membership import Membership
 from dapple_tf.errors import UnusableWorkersError
-from dapple_tf.execution import growing, recovery
-from dapple_tf.execution.growing import Growing
+from dapple_tf.execution import elastic
 from dapple_tf.execution.runtime import Runtime
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.planning.replanning import Deployment, Replanner
@@ -213,7 +213,7 @@ def test_ctrl_c_while_waiting(workers: FakeWorkers, monkeypatch: pytest.MonkeyPa
     train(pipelined, 1, 2)
     workers.kill(1)
     # Between two attempts to reach the worker, whenever that is.
-    monkeypatch.setattr(recovery, "time", types.SimpleNamespace(monotonic=time.monotonic, sleep=pause))
+    monkeypatch.setattr(elastic, "time", types.SimpleNamespace(monotonic=time.monotonic, time=time.time, sleep=pause))
     with pytest.raises(KeyboardInterrupt):
         train(pipelined, 3)
     pipelined.close()
@@ -521,48 +521,31 @@ def test_faults_leave_no_object_and_no_thread(workers: FakeWorkers) -> None:
 # ---- when workers are taken in again
 
 
-@pytest.fixture
-def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Before lost workers are asked; the third of three, at 10.0.0.3:1, is back."""
-    own: list[float] = []
-
-    class Returning:
-        def __init__(self, seconds: float, pause: float) -> None:
-            own.append(pause)
-
-        def there(self, cluster: dapple.Cluster, tasks: Collection[int]) -> frozenset[str]:
-            return frozenset({"10.0.0.3:1"} & {cluster.addresses[task] for task in tasks})
-
-    monkeypatch.setattr(growing, "Returning", Returning)
-    return own
-
-
 def deployment(count: int, devices: int | None = None) -> Deployment:
     addresses = tuple(f"10.0.0.{number + 1}:1" for number in range(count))
     cluster = dataclasses.replace(cluster_of(*[1] * count), addresses=addresses)
     return Deployment(cluster, dapple.Plan.manual([], [range(devices or count)], 1, 12))
 
 
-def test_pauses_grow_with_faults_in_a_row(pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pauses_grow_with_faults_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each time that a worker comes back costs the preparation of steps; a fault days later isn't one of a row."""
     now = [0.0]
-    monkeypatch.setattr(growing, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
-    own = Growing(10.0)
-    for _ in range(3):
+    monkeypatch.setattr(membership, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    own = Membership(10.0)
+    for pause in (10, 20, 40):
         own.left(deployment(3))
+        assert own.pause == pause
         now[0] += 50
-    assert pauses == [10, 20, 40]
     own.put_off()
-    assert pauses[-1] == 80
+    assert own.pause == 80
     now[0] += 1e6
     own.left(deployment(3))
-    assert pauses[-1] == 10
+    assert own.pause == 10
     for _ in range(20):
         own.put_off()
-    assert pauses[-1] == 3600
+    assert own.pause == 3600
 
 
-@pytest.mark.usefixtures("pauses")
 def test_when_workers_are_taken_in_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Other models of this process may use them; and a gain that is none is told once."""
     for devices, held, users, lost, grows in (
@@ -574,7 +557,8 @@ def test_when_workers_are_taken_in_again(monkeypatch: pytest.MonkeyPatch, caplog
     ):
         other = types.SimpleNamespace(users=users, lost=RuntimeError() if lost else None)
         monkeypatch.setattr(shared_connections, "_connections", {deployment(held).cluster.addresses: other})
-        own = Growing(10.0)
+        own = Membership(10.0)
+        monkeypatch.setattr(own, "there", lambda cluster, tasks: frozenset({"10.0.0.3:1"}))  # the third, which is back
         own.left(deployment(3, devices))
         with caplog.at_level(logging.INFO):
             for _ in range(2):

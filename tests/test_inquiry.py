@@ -11,8 +11,8 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.clusters.shared_connections import connected
-from dapple_tf.network import versions
-from dapple_tf.network.versions import are_versions, own_versions, version_difference
+from dapple_tf.network import inquiry
+from dapple_tf.network.inquiry import are_versions, own_versions, version_difference
 from dapple_tf.tools.hosts import LocalWorkers
 
 
@@ -54,7 +54,7 @@ def test_two_versions_of_this_package_do_not_train_together(
 ) -> None:
     """0.0.1 and 0.1.0 did, without a word."""
     older = {**own_versions(), "dapple_tf": "0.0.1"}
-    monkeypatch.setattr(versions, "own_versions", lambda: older)
+    monkeypatch.setattr(inquiry, "own_versions", lambda: older)
     address = workers.addresses[0]
     text = rf"worker 0 \({address}\) has dapple_tf {dapple.__version__} where this process has 0\.0\.1: "
     with pytest.raises(dapple.ClusterError, match=text):

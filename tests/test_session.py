@@ -9,8 +9,7 @@ from tensorflow.core.framework import types_pb2
 from tensorflow.core.protobuf import config_pb2
 
 import dapple_tf as dapple
-from dapple_tf.clusters.session import session_config
-from dapple_tf.clusters.session_graph import SessionGraph
+from dapple_tf.clusters.session import SessionGraph, session_config
 from graph_passes.ir.graph import (
     LAYER_ATTR,
     OWN_ATTRS,

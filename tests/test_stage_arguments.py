@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from profiled import captured
 from program_text import read_program
-from programs import DOUBLE, HOST, INT32, INT64, Machine, apply, chain, embedding, owners, sgd, staged, step_of
+from programs import DOUBLE, HOST, INT32, Machine, apply, chain, embedding, owners, sgd, staged, step_of
 from tensorflow.core.framework import types_pb2
 
 from dapple_tf.frontend.layer_cuts import with_gradients
 from dapple_tf.measuring.layer_memory import layer_tables
 from dapple_tf.schedules.schedules import make_schedule
-from graph_passes.analysis.table_lookups import row_tables
+from graph_passes.analysis.stage_arguments import row_tables
 from graph_passes.ir.graph import Builder, Graph, Ref, control_inputs, data_inputs, dtype_attr
 from graph_passes.ir.group_update import Captured, GroupUpdate, Shards
 from graph_passes.ir.outline import call_node, placeholder
@@ -51,7 +51,7 @@ def gathering() -> Program:
         captured = dataclasses.replace(captured, variables=cut)
         updates.append(GroupUpdate((stage,), captured, shards=Shards(names, stored=names)))
     replicate = Replicate(layout, HOST, owners(program), in_shards=frozenset(program.variables), bucket_bytes=64)
-    order, update = OrderTasks(schedule, DEVICES), Update(tuple(updates), owners(program), HOST, 64)
+    order, update = OrderTasks(schedule, DEVICES), Update(tuple(updates), 64)
     program = apply(program, replicate, SplitConcat(), Accumulate(), order, update)
     verify(program, complete=True)
     return program
@@ -149,7 +149,7 @@ def test_lookups_go_one_task_ahead_and_rows_change_after_them(many_rows: Program
         SplitConcat(),
         Accumulate(),
         OrderTasks(schedule, DEVICES),
-        Update((GroupUpdate((0,), adding, shards=shards),), owners(many_rows), HOST, 64),
+        Update((GroupUpdate((0,), adding, shards=shards),), 64),
     ]
     program = apply(many_rows, *passes)
     step, graph = step_of(program), Graph(program.graph)
@@ -167,7 +167,7 @@ def test_lookups_go_one_task_ahead_and_rows_change_after_them(many_rows: Program
 def test_rows_of_gradients_are_separated_in_order_and_none_is_made_up() -> None:
     """Three shards of 20 rows; -1 and 60 are no rows of the table."""
     variable = Variable("table", DOUBLE, (60, 1), VariableKind.PARAMETER, shards=3)
-    function = rows_by_shard("by_shard", variable, INT32, INT64)
+    function = rows_by_shard("by_shard", variable, INT32)
     builder = Builder(empty_graph())
     indices = [45, 3, 59, 21, 3, -1, 60, 20]
     inputs = [builder.const([float(number) for number in range(8)], DOUBLE), builder.const(indices, INT32)]

@@ -1,16 +1,19 @@
-"""Optimizers that update each element by itself: their updates of whole variables become updates of shards."""
+"""Updates of variables: which gradients are in them, what running values add, and updates of shards.
+
+Gradients and elements are followed through an optimizer's graph and the functions that it calls.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Container, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
-from graph_passes.analysis.gradient_flow import BRANCHES, PASS_ON
+from graph_passes.analysis.operator_traits import BRANCHES, NUMERIC
 from graph_passes.errors import PassError
 from graph_passes.ir.call_order import CALLS
 from graph_passes.ir.graph import Graph, GraphDef, NodeDef, Ref, copied, function_names, make_node, rename_functions
@@ -18,21 +21,160 @@ from graph_passes.ir.group_update import Captured, shard_storage
 from graph_passes.ir.program import Variable, VariableKind, storage_shape
 from graph_passes.ir.resource_use import READS
 from graph_passes.ir.static_shapes import infer_shapes
-from graph_passes.ir.tensorflow_bridge import Shape, constant_value, function_graph, make_constant, output_dtypes
-
-_OPS = (
-    "Abs Acos Acosh Add AddN AddV2 Asin Asinh Atan Atan2 Atanh Cast Ceil ClipByValue Cos Cosh Div DivNoNan Elu "
-    "Equal Erf Erfc Exp Expm1 Floor FloorDiv FloorMod Greater GreaterEqual IsFinite IsInf IsNan LeakyRelu Less "
-    "LessEqual Log Log1p LogicalAnd LogicalNot LogicalOr Maximum Minimum Mul MulNoNan Neg NotEqual OnesLike Pow "
-    "RealDiv Reciprocal Relu Relu6 Rint Round Rsqrt Select SelectV2 Selu Sigmoid Sign Sin Sinh Softplus "
-    "Softsign Sqrt Square SquaredDifference StopGradient Sub Tan Tanh TruncateDiv TruncateMod Xdivy Xlog1py "
-    "Xlogy ZerosLike"
+from graph_passes.ir.tensorflow_bridge import (
+    FunctionDefLibrary,
+    Shape,
+    constant_value,
+    function_graph,
+    make_constant,
+    output_dtypes,
 )
-_ELEMENT_OPS = frozenset(_OPS.split())
+
+_Fact = TypeVar("_Fact")
+_NONE: frozenset[str] = frozenset()
+_PASS_ON = frozenset({"Identity", "IdentityN"})
+_SUMS = frozenset({"AddV2", "Add", "Sub"})
+_EXTREMES = frozenset({"Maximum", "Minimum"})
+_ELEMENT_OPS = NUMERIC | {"Select"}
 """Ops of which each element of the result depends on the same element of the inputs, or on inputs of one element."""
 _ASSIGNMENTS = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
 _Constant: TypeAlias = tuple[str, str]
 """Name of a function of the library, or of none for the graph itself, and of a node in it."""
+
+
+def gradients_behind(update: Captured) -> Mapping[str, frozenset[str]]:
+    """Maps each variable of an update to the parameters whose gradients its new value depends on.
+
+    w -= g_w / norm([g_w, g_v])   gives   {w: {w, v}}
+    """
+    flow = _Flow(update.graph)
+    places = {name: (place,) for name, place in update.gradients.items()} | dict(update.slices)
+    sources = {place: frozenset({name}) for name, own in places.items() for place in own}
+    handles = {ref: variable.name for ref, variable in update.variables.items()}
+    flow.walk(update.graph, sources, handles, _NONE)
+    return {name: flow.assigned.get(name, _NONE) for name in handles.values()}
+
+
+class _Flow:
+    """Follows values through a graph, the functions that it calls, and variables.
+
+    Attributes:
+        assigned: variable -> the gradients in its value so far.
+    """
+
+    def __init__(self, graph: GraphDef) -> None:
+        self._library = graph.library
+        self.assigned: dict[str, frozenset[str]] = {}
+
+    def walk(
+        self, graph: GraphDef, sources: Mapping[Ref, frozenset[str]], handles: Mapping[Ref, str], under: frozenset[str]
+    ) -> tuple[dict[Ref, frozenset[str]], dict[Ref, str]]:
+        """Follows the nodes of a graph, producers first; returns tensors' gradients, and variables' handles.
+
+        Args:
+            graph: the graph.
+            sources: tensors -> the gradients in them.
+            handles: tensors that are variables' handles.
+            under: the gradients that decided whether the graph runs at all.
+        """
+        view = Graph(graph)
+        gradients_in, named = dict(sources), dict(handles)
+        for name in view.topological():
+            node, inputs = view.nodes[name], view.inputs(name)
+            if not inputs:
+                continue
+            used = [named[ref] for ref in inputs if ref in named]
+            if node.op in CALLS or node.op in BRANCHES:
+                results = self._called(node, inputs, gradients_in, named, under)
+            elif node.op in _PASS_ON:
+                named |= {Ref(name, at): named[ref] for at, ref in enumerate(inputs) if ref in named}
+                results = [gradients_in.get(ref, _NONE) for ref in inputs]
+            else:
+                mixed = under.union(*(gradients_in.get(ref, _NONE) for ref in inputs))
+                mixed = mixed.union(*(self.assigned.get(variable, _NONE) for variable in used))
+                if node.op not in READS:
+                    self.assigned |= dict.fromkeys(used, mixed)
+                results = [mixed] * len(output_dtypes(node))
+            gradients_in |= {Ref(name, output): gradients for output, gradients in enumerate(results) if gradients}
+        return gradients_in, named
+
+    def _called(
+        self,
+        node: NodeDef,
+        inputs: Sequence[Ref],
+        gradients_in: Mapping[Ref, frozenset[str]],
+        named: Mapping[Ref, str],
+        under: frozenset[str],
+    ) -> list[frozenset[str]]:
+        """Returns the gradients in the results of a call, or of any of the branches that a tensor chooses from."""
+        under = under if node.op in CALLS else under | gradients_in.get(inputs[0], _NONE)
+        results: list[frozenset[str]] = []
+        for _, body, given, wanted in _entered(self._library, node, inputs):
+            inside, _ = self.walk(body, _inside(gradients_in, given), _inside(named, given), under)
+            parts = [inside.get(ref, _NONE) | under for ref in wanted]
+            results = [a | b for a, b in itertools.zip_longest(results, parts, fillvalue=_NONE)]
+        return results
+
+
+def _entered(
+    library: FunctionDefLibrary, node: NodeDef, inputs: Sequence[Ref]
+) -> Iterator[tuple[str, GraphDef, Mapping[Ref, Ref], Sequence[Ref]]]:
+    """Yields the functions that a call or a branch runs: name, graph, argument -> tensor outside, results."""
+    given = inputs[1:] if node.op in BRANCHES else inputs
+    for function in function_names(node):
+        body, results = function_graph(library, function)
+        arguments = [Ref(own.name) for own in itertools.islice(body.node, len(given))]
+        yield function, body, dict(zip(arguments, given, strict=True)), results
+
+
+def _inside(facts: Mapping[Ref, _Fact], given: Mapping[Ref, Ref]) -> dict[Ref, _Fact]:
+    """Returns the facts of a function's arguments."""
+    return {argument: facts[ref] for argument, ref in given.items() if ref in facts}
+
+
+class Part(NamedTuple):
+    """One operand beside the running value.
+
+    Attributes:
+        ref: the operand; it doesn't depend on that value.
+        op: the operation that combines both.
+    """
+
+    ref: Ref
+    op: str
+
+    @property
+    def added(self) -> bool:
+        """Whether it is added or subtracted; else the larger or the smaller one is kept."""
+        return self.op in _SUMS
+
+
+def parts_of_update(graph: Graph, update: Ref, value: Ref) -> list[Part] | None:
+    """Returns the operands that are combined with a running value, in order.
+
+        (value + a) - b   has   a, b
+
+    Args:
+        graph: a flat graph.
+        update: the new value.
+        value: the value before.
+
+    Returns:
+        The operands; None if the new value is computed in another way.
+    """
+    if update == value:
+        return []
+    operands, op = graph.inputs(update.node), str(graph.nodes[update.node].op)
+    if op == "Identity":
+        return parts_of_update(graph, operands[0], value)
+    if op not in _SUMS | _EXTREMES:
+        return None
+    one, other = operands
+    for running, own in [(one, other)] if op == "Sub" else [(one, other), (other, one)]:
+        before = parts_of_update(graph, running, value)
+        if before is not None and value.node not in graph.ancestors([own], control=False):
+            return [*before, Part(own, op)]
+    return None
 
 
 class CoupledElementsError(PassError):
@@ -122,20 +264,6 @@ def _node(graph: GraphDef, function: str, name: str) -> NodeDef:
     return next(each for each in nodes if each.name == name)
 
 
-class _Place(NamedTuple):
-    """Known facts of a graph's or a function's tensors.
-
-    Attributes:
-        elements: tensor -> a variable whose elements it has one for each of.
-        handles: tensor -> the variable whose handle it is.
-        shapes: placeholder -> its shape.
-    """
-
-    elements: Mapping[Ref, str]
-    handles: Mapping[Ref, Variable]
-    shapes: Mapping[str, Shape]
-
-
 class _Scope(NamedTuple):
     """A graph, or a function of its library, while it is followed.
 
@@ -180,21 +308,26 @@ class _Walk:
         if self._update.totals is not None:
             shapes[self._update.totals.node] = (2,)
         elements = {ref: name for name, ref in placeholders.items() if name in sharded}
-        self._walk("", self._update.graph, _Place(elements, self._update.variables, shapes))
+        self._walk("", self._update.graph, elements, self._update.variables, shapes)
 
     def _is_sharded(self, variable: Variable) -> bool:
         return variable.name in self._sharded
 
-    def _walk(self, function: str, graph: GraphDef, place: _Place) -> _Scope:
+    def _walk(
+        self,
+        function: str,
+        graph: GraphDef,
+        elements: Mapping[Ref, str],
+        handles: Mapping[Ref, Variable],
+        placeholders: Mapping[str, Shape],
+    ) -> _Scope:
         """Follows the nodes of a graph, producers first; returns facts of its tensors."""
-        view = Graph(graph)
-        handles = dict(place.handles)
+        view, handles = Graph(graph), dict(handles)
         order = view.topological()
         for name in order:
-            if view.nodes[name].op in PASS_ON:
+            if view.nodes[name].op in _PASS_ON:
                 handles |= {Ref(name, at): handles[ref] for at, ref in enumerate(view.inputs(name)) if ref in handles}
-        shapes = _shapes(graph, handles, place.shapes)
-        scope = _Scope(function, view, dict(place.elements), handles, shapes)
+        scope = _Scope(function, view, dict(elements), handles, _shapes(graph, handles, placeholders))
         for name in order:
             results = self._node(scope, view.nodes[name])
             scope.elements.update({Ref(name, output): whose for output, whose in enumerate(results) if whose})
@@ -209,7 +342,7 @@ class _Walk:
         used = [scope.handles[ref] for ref in inputs if ref in scope.handles]
         if node.op in CALLS or node.op in BRANCHES:
             return self._called(scope, node)
-        if node.op in PASS_ON:
+        if node.op in _PASS_ON:
             return [scope.elements.get(ref, "") for ref in inputs]
         if used and node.op in READS | _ASSIGNMENTS:
             return self._used(scope, node, used[0])
@@ -221,7 +354,7 @@ class _Walk:
         """Refuses computations, except elementwise ones, with numbers of a shard's shape."""
         for reader in scope.view.consumers(name):
             node, inputs = scope.view.nodes[reader], scope.view.inputs(reader)
-            if node.op in PASS_ON or node.op == "Fill":
+            if node.op in _PASS_ON or node.op == "Fill":
                 self._check_readers(scope, reader)
                 continue
             assigns = node.op in _ASSIGNMENTS and inputs[0] in scope.handles
@@ -293,22 +426,14 @@ class _Walk:
 
     def _called(self, scope: _Scope, node: NodeDef) -> list[str]:
         """Returns what the results of a call, or of any branch that a tensor chooses, have elements of."""
-        arguments = scope.view.inputs(node.name)
-        if node.op in BRANCHES:
-            choice, *arguments = arguments
-            if choice in scope.elements:
-                raise CoupledElementsError(f"{node.op} by elements of {scope.elements[choice]!r}")
+        inputs = scope.view.inputs(node.name)
+        if node.op in BRANCHES and inputs[0] in scope.elements:
+            raise CoupledElementsError(f"{node.op} by elements of {scope.elements[inputs[0]]!r}")
         branches: list[tuple[_Scope, Sequence[Ref]]] = []
-        for function in function_names(node):
-            body, wanted = function_graph(self._library, function)
-            places = [Ref(own.name) for own in itertools.islice(body.node, len(arguments))]
-            pairs = list(zip(places, arguments, strict=True))
-            place = _Place(
-                {own: scope.elements[given] for own, given in pairs if given in scope.elements},
-                {own: scope.handles[given] for own, given in pairs if given in scope.handles},
-                {own.node: shape for own, given in pairs if (shape := scope.shapes.get(given)) is not None},
-            )
-            branches.append((self._walk(function, body, place), list(wanted)))
+        for function, body, given, wanted in _entered(self._library, node, inputs):
+            shapes = {own.node: shape for own, shape in _inside(scope.shapes, given).items() if shape is not None}
+            elements, handles = _inside(scope.elements, given), _inside(scope.handles, given)
+            branches.append((self._walk(function, body, elements, handles, shapes), wanted))
         return [
             self._result(node, [(branch, wanted[output]) for branch, wanted in branches])
             for output in range(len(branches[0][1]))
@@ -323,7 +448,7 @@ class _Walk:
         for branch, ref in branches:
             if ref in branch.elements and branch.shapes.get(ref) == shape:
                 continue
-            while branch.view.nodes[ref.node].op in PASS_ON:
+            while branch.view.nodes[ref.node].op in _PASS_ON:
                 ref = branch.view.inputs(ref.node)[ref.output]
             if shape is None or not self._is_number(branch, ref.node, shape):
                 raise CoupledElementsError(f"{node.op} of elements of {whose!r} or of another tensor")

@@ -1,4 +1,10 @@
-"""Tables: parameters of which stages only look up rows, by indices that are known before a stage's forward."""
+"""Values that stages take as arguments in place of computing them: rows of tables, and integers.
+
+A table is a parameter of which stages only look up rows, by indices that are known before a stage's forward.
+
+Integers follow from the batch and from integer state alone: random seeds, row numbers, lengths of sequences. GPUs have
+no kernels for most of what reads 32-bit integers, so that each would wait for its queue to give them back.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +14,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from tensorflow.core.framework import types_pb2
 
+from graph_passes.analysis.operator_traits import ASKING
 from graph_passes.ir.graph import Graph, NodeDef, Ref, copied, dtype_name
 from graph_passes.ir.outline import layer_of
 from graph_passes.ir.program import (
@@ -22,9 +30,9 @@ from graph_passes.ir.program import (
     VariableKind,
     in_rows,
 )
-from graph_passes.ir.tensorflow_bridge import constant_value, is_stateful, make_constant, output_dtypes
+from graph_passes.ir.tensorflow_bridge import constant_value, is_stateful, make_constant, output_dtypes, takes_functions
 
-_SHAPES = frozenset({"Rank", "Shape", "Size"})
+_INTEGERS = frozenset({types_pb2.DT_BOOL, types_pb2.DT_INT32, types_pb2.DT_INT64})
 
 
 class _Reads(NamedTuple):
@@ -110,7 +118,7 @@ def _reads(view: Graph, stage: Stage, value: Value) -> _Reads:
             node = view.nodes[name]
             if node.op == "Identity":
                 pending.append(Ref(name))
-            elif node.op in _SHAPES:
+            elif node.op in ASKING:
                 reads.shapes.append(name)
             elif _looks_up(view, node) and ref not in inputs[1:]:
                 reads.lookups.append(name)
@@ -153,7 +161,7 @@ def _why_whole(program: Program, stage: Stage, view: Graph, reads: _Reads, varia
     for name in reads.lookups:
         indices = view.inputs(name)[1]
         body = view.ancestors([indices], arguments, control=False)
-        read = {ref for each in body if view.nodes[each].op not in _SHAPES for ref in view.inputs(each)} | {indices}
+        read = {ref for each in body if view.nodes[each].op not in ASKING for ref in view.inputs(each)} | {indices}
         stateful = next((each for each in view.ordered(body) if is_stateful(view.nodes[each].op)), None)
         if stateful is not None:
             return f"{where(name)} looks up rows by the result of {view.nodes[stateful].op} {stateful!r}"
@@ -170,3 +178,35 @@ def _why_not_in_rows(variable: Variable, count: int) -> str:
         return "its rows are single numbers"
     rows = variable.shape[0]
     return f"it has {rows} rows, fewer than {ROWS_PER_SHARD} for each of {count} devices"
+
+
+def with_host_integers(program: Program, stage: Stage) -> Stage:
+    """Returns a stage with arguments for integers in place of what computes them, and results that give them.
+
+        state, slice number -> seed -> random numbers   becomes   state, slice number -> seed,  seed -> random numbers
+
+    Args:
+        program: whose batch inputs and integer state they follow from.
+        stage: a stage with a graph.
+    """
+    graph, roles = Graph(stage.own_graph), program.roles
+    sources = {*roles.inputs, roles.slice.number, *(v.value for v in roles.variables if v.is_counter)}
+    given = {ref for value, ref in stage.arguments.items() if value.kind is ValueKind.FORWARD and value.ref in sources}
+    results = [*stage.results.values(), *stage.metric_results.values()]
+    follows: dict[str, bool] = {}  # node of integers -> whether it computes them from such arguments
+    read: list[Ref] = []  # by other nodes
+    for name in graph.ordered(graph.ancestors(results, control=False)):
+        node, own = graph.nodes[name], graph.inputs(name)
+        computes = set(output_dtypes(node)) <= _INTEGERS and not is_stateful(node.op) and not takes_functions(node.op)
+        if computes and (node.op == "Const" or Ref(name) in given):
+            follows[name] = False
+        elif computes and node.op != "Placeholder" and all(ref.node in follows for ref in own):
+            follows[name] = any(ref in given or follows[ref.node] for ref in own)
+        if not follows.get(name):
+            read += own
+    integers = {
+        Value(ref, ValueKind.INTEGERS): ref
+        for ref in dict.fromkeys([*read, *results])
+        if follows.get(ref.node) and output_dtypes(graph.nodes[ref.node])[ref.output] == types_pb2.DT_INT32
+    }
+    return dataclasses.replace(stage, arguments={**stage.arguments, **integers}, results={**stage.results, **integers})

@@ -11,9 +11,8 @@ import pathlib
 import pytest
 from tensorflow.core.protobuf import cluster_pb2, config_pb2, tensorflow_server_pb2
 
-from dapple_tf.clusters import tensorflow_library
-from dapple_tf.clusters.server_definition import ServerSettings, serialized
-from dapple_tf.clusters.tensorflow_library import LibraryError, Server, load
+from dapple_tf.clusters import tensorflow_server
+from dapple_tf.clusters.tensorflow_server import LibraryError, Server, ServerSettings, load, serialized
 from dapple_tf.errors import ClusterError
 from dapple_tf.tools.hosts import free_ports
 
@@ -58,7 +57,7 @@ def test_libraries_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, tmp_pa
     """One that is elsewhere is that of the package: some distributions have it beside other libraries."""
     load.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr(tensorflow_library, "_NAME", "libtensorflow_framework.so.2")
+        patch.setattr(tensorflow_server, "_LIBRARY", "libtensorflow_framework.so.2")
         with pytest.raises(ClusterError, match=r"can't be loaded from .*TF_NewServer"):
             load()
     package = importlib.machinery.ModuleSpec("tensorflow", None, origin=str(tmp_path / "__init__.py"))
@@ -66,7 +65,7 @@ def test_libraries_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, tmp_pa
         patch.setattr(importlib.util, "find_spec", lambda name: package)
         assert isinstance(load(), ctypes.CDLL)
         load.cache_clear()
-        patch.setattr(tensorflow_library, "_NAME", "libno-such.so")
+        patch.setattr(tensorflow_server, "_LIBRARY", "libno-such.so")
         text = r"TensorFlow's library libno-such.so can't be loaded from .*: cannot open"
         with pytest.raises(ClusterError, match=text):
             load()
@@ -78,13 +77,13 @@ def test_libraries_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_extensions_are_loaded_by_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.delenv("TF_PLUGGABLE_DEVICE_LIBRARY_PATH", raising=False)
     monkeypatch.delenv("TF_USE_MODULAR_FILESYSTEM", raising=False)
-    monkeypatch.setattr(tensorflow_library, "_site_packages", lambda: iter([str(tmp_path)]))
+    monkeypatch.setattr(tensorflow_server, "_site_packages", lambda: iter([str(tmp_path)]))
     package = tmp_path / "tensorflow"
-    assert not tensorflow_library._has_extensions(package)
+    assert not tensorflow_server._has_extensions(package)
     (tmp_path / "tensorflow-plugins").mkdir()
-    assert tensorflow_library._has_extensions(package)
+    assert tensorflow_server._has_extensions(package)
     (tmp_path / "tensorflow-plugins").rmdir()
     for variable, value in (("TF_PLUGGABLE_DEVICE_LIBRARY_PATH", "a.so"), ("TF_USE_MODULAR_FILESYSTEM", "1")):
         with monkeypatch.context() as context:
             context.setenv(variable, value)
-            assert tensorflow_library._has_extensions(package)
+            assert tensorflow_server._has_extensions(package)
