@@ -98,7 +98,7 @@ def complete(case: Case) -> Program:
         return tuple(tuple(names[device] for device in own) for own in devices)
 
     training = case.model not in ("test", "predict")
-    program = _staged(case.model, plan.cuts, plan.split_stages if training else frozenset())
+    program = _staged(case.model, plan.cuts, plan.split_backward_stages if training else frozenset())
     samples = case.samples or plan.global_batch_size
     layout = Layout(named(plan.devices), samples, plan.global_batch_size, plan.micro_batches)
     count = len(layout.micro_batch_intervals)

@@ -213,7 +213,7 @@ def test_a_csv_file_is_a_schedule(tmp_path: Path) -> None:
     plan = plan_of(csv_policy(csv_file(tmp_path)))
     assert plan == plan_of(str(tmp_path / "mine.csv"))
     assert plan.order_tasks().orders == plan_of("zb_h1").order_tasks().orders
-    assert plan.split_stages == {0, 1, 2} and "schedule mine.csv" in str(plan)
+    assert plan.split_backward_stages == {0, 1, 2} and "schedule mine.csv" in str(plan)
     fewer = plan.order_tasks(2)
     assert str(fewer).splitlines()[3] == "3: 2F0 2Bx0 2F1 2Bx1 2Bw0 2Bw1"
     simulated = dapple.simulate(plan, PROFILE, cluster_of(4))

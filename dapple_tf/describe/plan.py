@@ -578,7 +578,7 @@ class Plan(JsonFile):
         return made
 
     @functools.cached_property
-    def split_stages(self) -> frozenset[int]:
+    def split_backward_stages(self) -> frozenset[int]:
         """The stages whose backward tasks are split into Bx and Bw."""
         return self.order_tasks(1).split
 

@@ -257,7 +257,7 @@ class StepPasses:
             StageForm(
                 own.recompute,
                 jit_compile=plan.compiled and stage not in plan.spread_stages,
-                split=stage in plan.split_stages,
+                split=stage in plan.split_backward_stages,
                 fuse=stage in fused,
                 samples=sizes[stage],
                 replicated=len(own.devices) > 1,

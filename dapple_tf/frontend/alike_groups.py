@@ -17,9 +17,9 @@ from graph_passes.ir.group_update import Captured
 from graph_passes.ir.program import Variable
 
 _NAMES = "SGD RMSprop Adam AdamW Adadelta Adagrad Adamax Nadam Ftrl Lion"
-BY_ELEMENT = frozenset(getattr(keras.optimizers, name) for name in _NAMES.split())
-"""Optimizers whose update is elementwise in gradient and slots, rows included."""
-_BY_PARAMETER = BY_ELEMENT | {keras.optimizers.Adafactor, keras.optimizers.Lamb}
+ROW_OPTIMIZERS = frozenset(getattr(keras.optimizers, name) for name in _NAMES.split())
+"""Keras' optimizers that may update some rows of an embedding alone. Shards of slots follow from data flow instead."""
+_BY_PARAMETER = ROW_OPTIMIZERS | {keras.optimizers.Adafactor, keras.optimizers.Lamb}
 """Optimizers that update each parameter by its own gradient and slots, whatever it is called."""
 COUPLING = frozenset(getattr(keras.optimizers, name, None) for name in ("Adafactor", "Lamb", "Muon"))
 """Optimizers that update each element by norms, means or products of all."""

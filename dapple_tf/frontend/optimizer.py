@@ -22,7 +22,7 @@ from dapple_tf.common.keras_private import (
     told_whether_finite,
 )
 from dapple_tf.errors import CaptureError
-from dapple_tf.frontend.alike_groups import BY_ELEMENT, AlikeGroups, has_own_methods
+from dapple_tf.frontend.alike_groups import ROW_OPTIMIZERS, AlikeGroups, has_own_methods
 from dapple_tf.frontend.optimizer_checks import check_clipping, check_shards
 from dapple_tf.frontend.patching import replaced
 from dapple_tf.frontend.variables import VariableTable
@@ -151,7 +151,7 @@ def _chosen(
         return frozenset()
     inner = inner_optimizer(optimizer)
     by_keras = inner is optimizer or checks_by_keras(optimizer)
-    by_row = type(inner) in BY_ELEMENT and by_keras and not has_own_methods(inner)
+    by_row = type(inner) in ROW_OPTIMIZERS and by_keras and not has_own_methods(inner)
     chosen = set()
     for name in names:
         variable = table.keras_variables[name]

@@ -497,7 +497,7 @@ class CostModel:
         """Returns whether the plan's schedule splits the backwards of a stage."""
         plan = self.plan
         if plan.policy.splits is None:
-            return stage in plan.split_stages
+            return stage in plan.split_backward_stages
         return plan.policy.splits or stage < plan.reverse_first_k
 
     def needed_bytes(self, stage: int, in_flight: int) -> float:
