@@ -175,7 +175,7 @@ def emulate(
 
 def _choose_scale(simulated: Simulation) -> float:
     """Returns a scale that makes waits long enough to be exact, and the step as short as possible."""
-    tasks = [s.end - s.start for s in simulated.spans if s.device is not None and s.kind != "send"]
+    tasks = [s.end - s.start for s in simulated.spans if s.device is not None and s.kind != SEND]
     longest = max(tasks, default=0.0)
     if not longest or not simulated.latency:
         return 1.0

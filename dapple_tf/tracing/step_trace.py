@@ -34,7 +34,7 @@ from dapple_tf.tracing.step_nodes import (
     sources,
 )
 from dapple_tf.tracing.step_parts import Interval, StepParts, part_of, step_parts
-from dapple_tf.view.timeline import LAUNCHES, MEASURED, MemoryCurve, Span, Timeline
+from dapple_tf.view.timeline import LAUNCHES, MEASURED, SEND, MemoryCurve, Span, Timeline
 from graph_passes.analysis.device_kernels import on_gpu
 from graph_passes.ir.tasks import Task
 from graph_passes.ir.tensorflow_bridge import dtype_size
@@ -322,7 +322,7 @@ class _Reading:
         spans = sorted(self._spans(labels), key=lambda span: (span.start, span.end))
         ends = [self._time(run.end) for run in self.runs.values()]
         latency = max([0.0, *ends, *(span.end for span in spans)])
-        work = [span for span in spans if span.kind != "send"]
+        work = [span for span in spans if span.kind != SEND]
         working = (min((span.start for span in work), default=0.0), max((span.end for span in work), default=0.0))
         waits = self._waits()
         parts = {}
@@ -442,7 +442,7 @@ class _Reading:
             micro_batch = node.relays if node.task is None else node.task.micro_batch
             micro_batch = micro_batch if len(origin) == 1 else None
             times = self._time(begin), self._time(end)
-            yield Span("send", *times, source, node.stage or 0, micro_batch, node.replica, target, total)
+            yield Span(SEND, *times, source, node.stage or 0, micro_batch, node.replica, target, total)
 
     def _arrival(self, name: str, sender: _Run, reader: str, read: _Run) -> tuple[float, int | None]:
         """Returns when a tensor reached its reader's device, and its bytes if TensorFlow reports them."""
