@@ -351,13 +351,12 @@ class _Step:
     def compute(self, device: int, number: int, came: int | None) -> None:
         """Starts a task or an update on its device."""
         self.free[device] = False
-        activity, now, cause = self.activities[number], self.now, self.last[device]
+        kind, stage, replica, _, seconds = self.activities[number][:5]
+        now, cause = self.now, self.last[device]
         if came is not None and (cause is None or self.spans[came].end > self.spans[cause].end):
             cause = came
-        seconds, micro_batch = activity.seconds, self.micro_batch[number]
-        end = now + seconds
-        place = (device, activity.stage, micro_batch, activity.replica, None)
-        span = Span(activity.kind, now, end, *place, 0.0, cause, None, number)
+        end, micro_batch = now + seconds, self.micro_batch[number]
+        span = Span(kind, now, end, device, stage, micro_batch, replica, None, 0.0, cause, None, number)
         early = self.graph.early.get(number, ())
         if self.cores.shared[self.server[device]]:
             self.begin_shared(span, number, early)

@@ -6,6 +6,7 @@ devices of one process) read it there; others hold a copy from its arrival to th
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dapple_tf.simulation.activities import JOIN
 from dapple_tf.view.timeline import Span
 from graph_passes.ir.batching import Interval
-from graph_passes.ir.tasks import Phase, Task
+from graph_passes.ir.tasks import Phase
 
 if TYPE_CHECKING:
     from dapple_tf.describe.profile import Tensor
@@ -99,7 +100,7 @@ class StepMemory:
 
     def __init__(self, step: Simulation) -> None:
         self.costs, self.graph = step.costs, step.graph
-        self.activities, self.inputs = self.graph.activities, self.graph.inputs()
+        self.activities = self.graph.activities
         self.stage_of = self.costs.profile.stage_of_layers(self.costs.plan.cuts)
         self.spans = {span.activity: span for span in step.spans}
         self.none = Span("", step.latency, step.latency, None, 0)
@@ -107,17 +108,22 @@ class StepMemory:
         # (stage, micro-batch, replica) -> its work
         self.slices: dict[tuple[int, int | None, int], _Slice] = dict(self._slices())
 
+    @functools.cached_property
+    def inputs(self) -> list[list[int]]:
+        """Each activity's predecessors."""
+        return self.graph.inputs()
+
     def _slices(self) -> Iterator[tuple[tuple[int, int, int], _Slice]]:
-        schedule = self.graph.schedule
-        for device, task in ((device, task) for device, tasks in schedule.orders.items() for task in tasks):
-            stage, part = task.stage, self.costs.slices(task.stage, task.micro_batch)[task.replica]
-            if task.phase is F and part.size:
-                back = self.costs.gradient_phase(stage, stage in schedule.split)
-                phases = (F, back, BW if stage in schedule.split and self.costs.computes(stage, BW) else back)
-                tasks = (Task(stage, phase, task.micro_batch, task.replica) for phase in phases)
-                spans = (self.spans.get(self.graph.number(task), self.none) for task in tasks)
-                own = _Slice(stage, task.micro_batch, device, part, *spans)
-                yield (stage, task.micro_batch, task.replica), own
+        costs, split = self.costs, self.graph.schedule.split
+        backward = [costs.gradient_phase(stage, stage in split) for stage in range(costs.plan.num_stages)]
+        weight = [BW if s in split and costs.computes(s, BW) else phase for s, phase in enumerate(backward)]
+        tasks = {(span.kind, *span[4:7]): span for span in self.spans.values()}
+        for (kind, stage, micro_batch, replica), span in tasks.items():
+            if kind == F.value and micro_batch is not None:
+                part, place = costs.slices(stage, micro_batch)[replica], (stage, micro_batch, replica)
+                others = (tasks.get((phases[stage].value, *place), self.none) for phases in (backward, weight))
+                if part.size:
+                    yield place, _Slice(stage, micro_batch, costs.plan.devices[stage][replica], part, span, *others)
 
     def _end(self, number: int) -> float:
         """Returns when an activity is over, a join with the last of its inputs; 0 if that was in the step before."""
@@ -277,11 +283,14 @@ class StepMemory:
 
     def _reductions(self) -> Iterator[Life]:
         """Yields the lives of reductions' buffers in a profile without buffers."""
-        for (reduction, device), updates in self.graph.reduced.items():
-            units = [self.spans[number] for number in self._inputs(updates) if number in self.spans]
-            units = [unit for unit in units if unit.reduction == reduction]
-            start, end = min(unit.start for unit in units), max(unit.end for unit in units)
-            yield Life(device, start, end, self.costs.reductions[reduction].bytes)
+        units = defaultdict[int, list[Span]](list)
+        for span in self.spans.values():
+            if span.reduction is not None:
+                units[span.reduction].append(span)
+        for number, own in units.items():
+            start, end = min(unit.start for unit in own), max(unit.end for unit in own)
+            for device in self.costs.reductions[number].devices:
+                yield Life(device, start, end, self.costs.reductions[number].bytes)
 
     def _updates(self) -> Iterator[Life]:
         """Yields the lives of packed gradients, from the last task to the update, and of updates' working memory.
