@@ -12,7 +12,7 @@ from op_graphs import LAUNCH, Builder, chain_network, random_graph, simulated, t
 
 from dapple_tf.describe.plan_values import PlanError
 from dapple_tf.operators import step_placer
-from dapple_tf.operators.fd_dps import fd_dps, on_island
+from dapple_tf.operators.fd_dps import _improved_best, fd_dps, on_island
 from dapple_tf.operators.list_scheduler import (
     ListScheduler,
     MostCritical,
@@ -31,7 +31,7 @@ from dapple_tf.operators.op_graph import (
     tails,
 )
 from dapple_tf.operators.pieces import Pieces
-from dapple_tf.operators.simulated_placement import Candidate, judged, placed_by, simulate
+from dapple_tf.operators.simulated_placement import Candidate, judged, placed_by, scheduled, simulate
 from dapple_tf.operators.split_search import by_batch, fast_t_candidate
 from dapple_tf.operators.step_placer import MICRO_BATCHES, Kinds, place_average_slice, searched
 from dapple_tf.tools.evaluation.mp_dps import mp_dps_candidate, predicted_paths
@@ -365,6 +365,18 @@ def test_small_graphs_are_within_5_percent_of_the_optimum(seed: int) -> None:
         6, 2, seed, SHAPES[seed % 4], transfer=transfer, groups=groups, pins=groups // 2, uneven=seed > 3
     )
     assert fd_dps(graph, topology(2)).seconds <= 1.05 * optimum(graph, topology(2))
+
+
+def test_rounds_go_on_where_layouts_of_more_operators_are_ahead() -> None:
+    """They ended there, as a round of a larger graph is dearer, and what they had found was dropped."""
+    graph, links = chain_network(4, layers=4), topology(4)
+    whole = compile_problem(graph, links)
+    alone, parts = scheduled(whole, [0] * graph.count, "one device"), start_of(graph, links)
+    assert parts.seconds < 0.3 * alone.seconds
+    assert parts.problem.count > 2 * graph.count
+    visits = 30 * graph.count / 0.05 + 1  # a first round of 10 simulations of the whole operators
+    best = _improved_best([alone], [parts, parts._replace(origin="again")], [], visits)
+    assert best.rank <= parts.rank
 
 
 def test_one_device_runs_everything_and_no_operators_take_no_time() -> None:

@@ -24,7 +24,7 @@ from dapple_tf.operators.simulated_placement import (
     scheduled,
     simulate,
 )
-from dapple_tf.operators.split_search import by_batch, by_columns, fast_t_candidate, placed
+from dapple_tf.operators.split_search import Budget, by_batch, fast_t_candidate, placed, split_candidates
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -32,15 +32,21 @@ Progress = Callable[[str, float], None]
 """Receives the current activity, and the share of the search that is over."""
 
 _VISITS = 3.2e6
-"""Approximate limit of operators that improving visits: some 20 s on one core."""
+"""Approximate limit of operators that the search visits: some 20 s on one core."""
 _VISITS_EACH = 4000
 """The same for each operator of a small graph."""
 _SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 """Shares of the devices' memory that placing may use, since the simulated peak may exceed its count."""
 _LARGE = 40000
 """Operators from which on the times of reads are adjusted only once."""
+_CLOSE = 1.03
+"""Ratio of steps up to which the best placement before other splits is improved, too."""
 _PROMISING = 1.3
-"""Ratio of steps up to which the second of two layouts is improved, too."""
+"""Ratio of steps up to which other layouts' placements are tried, too."""
+_TRIAL = 0.05
+"""Share of the work for improving that each placement gets in the first of the rounds that decide between several."""
+_TRIAL_EVALUATIONS = 10
+"""The fewest placements of the best layout that are simulated in the first round: large graphs have no rounds."""
 _MUCH_SLOWER = 0.5
 """Links with less than this share of the fastest one's bandwidth separate islands."""
 _ISLAND_EFFORT = 0.5
@@ -99,38 +105,68 @@ def _placed(graph: OpGraph, topology: Topology, effort: float, progress: Progres
 def _search(graph: OpGraph, topology: Topology, effort: float, progress: Progress) -> Candidate:
     progress("static priorities", 0.0)
     base = compile_problem(graph, topology)
-    start = by_batch(base) if topology.count > 1 else None
-    candidates = []
-    for one in (fast_t_candidate(base, start), judged(base, *heft_schedule(base), "HEFT")):
-        candidates += [one, scheduled(one.problem, one.devices, one.origin)]
+    problem = base
+    budget = Budget(effort * min(_VISITS, _VISITS_EACH * problem.count))
     alike = _alike(graph, topology)
-    for device in range(1 if alike else topology.count):
-        alone = [device if base.pinned[group] < 0 else base.pinned[group] for group in base.group]
-        candidates.append(judged(base, alone, list(range(base.count)), "one device"))
+    candidates = []
+    start = by_batch(base) if topology.count > 1 else None
+    static = fast_t_candidate(base, start)
+    for one in (static, judged(base, *heft_schedule(problem), "HEFT")):
+        candidates += [one, scheduled(one.problem, one.devices, one.origin)]
+    for device in range(topology.count):
+        alone = [device if problem.pinned[group] < 0 else problem.pinned[group] for group in problem.group]
+        candidates.append(judged(base, alone, list(range(problem.count)), "one device"))
+        if alike:
+            break
     progress("dynamic critical paths", 0.2)
     candidates += placed(base, None, "dynamic critical paths")
+    budget.spend(30 * problem.count)
+    best = min(candidates, key=lambda one: one.rank)
     if start is not None:
-        candidates += [start, *placed(start.problem, None, "data parallelism's graph")]
-    layouts = [min(candidates, key=lambda one: one.rank)]
-    progress("columns, then rows", 0.3)
-    columns = by_columns(base) if topology.count > 1 else None
-    if columns is not None:
-        layouts.append(columns)
-    progress("improvement", 0.4)
-    best = min(layouts, key=lambda one: one.rank)
-    for problem in dict.fromkeys([best.problem, base]):
-        if best.over > 0:
-            best = min([best, *_within_memory(problem)], key=lambda one: one.rank)
+        best = min([best, start, *placed(start.problem, None, "data parallelism's graph")], key=lambda one: one.rank)
+    simpler = best
+    others: list[Candidate] = []
+    if topology.count > 1:
+        best, *others = split_candidates(
+            base, best, budget, lambda text: progress(text, 0.3 + 0.4 * budget.spent_share)
+        )
+    progress("improvement", 0.75)
+    if best.over > 0:
+        best = min([best, *_within_memory(best.problem)], key=lambda one: one.rank)
+    if best.over > 0 and best.problem is not base:
+        best = min([best, *_within_memory(base)], key=lambda one: one.rank)
     if best.over > 0:
         raise PlanError(_too_much(best))
-    # Which layout is better often shows only when its operators have moved: what is split by columns waits for sums at
-    # first, until single operators are where their neighbours are.
-    seconds = _PROMISING * best.seconds
-    others = [one for one in layouts if one.problem is not best.problem and one.over == 0 and one.seconds <= seconds]
-    visits = effort * min(_VISITS, _VISITS_EACH * base.count)
-    best = min((_finished(one, candidates, visits) for one in (best, *others)), key=lambda one: one.rank)
+    finalists = [best]
+    if simpler.problem is not best.problem and simpler.over == 0 and simpler.seconds <= _CLOSE * best.seconds:
+        finalists.append(simpler)
+    promising = [one for one in others if one.over == 0 and one.seconds <= _PROMISING * best.seconds]
+    best = _improved_best(finalists, promising, candidates, budget.visits)
     progress("done", 1.0)
     return best
+
+
+def _improved_best(
+    finalists: list[Candidate], promising: list[Candidate], candidates: list[Candidate], visits: float
+) -> Candidate:
+    """Improves placements by successive halving: all of them a little, the better half twice as much, and so on.
+
+    Which layout is best often shows only when its operators have moved: what is split by heads and columns waits for
+    sums at first, until single operators are where their neighbours are.
+    """
+    ways, trial = finalists, _TRIAL * visits
+    if trial >= _TRIAL_EVALUATIONS * _cost_of_evaluation(finalists[0]):
+        ways = [*finalists, *promising]
+        while len(ways) > 1:
+            ways = sorted((_after_rounds(one, trial) for one in ways), key=lambda one: one.rank)
+            ways = ways[: (len(ways) + 1) // 2]
+            trial *= 2
+    return min((_finished(one, candidates, visits / len(ways)) for one in ways), key=lambda one: one.rank)
+
+
+def _cost_of_evaluation(candidate: Candidate) -> int:
+    """Returns the visits that simulating one placement of its graph takes."""
+    return max(1, 3 * candidate.problem.count)
 
 
 def _finished(candidate: Candidate, candidates: list[Candidate], visits: float) -> Candidate:
@@ -146,7 +182,7 @@ def _after_rounds(candidate: Candidate, visits: float) -> Candidate:
     problem = candidate.problem
     best = ordered_sources(candidate, 2 if problem.count <= _LARGE else 1)
     pieces = Pieces.of(problem)
-    evaluations = int(visits / max(1, 3 * problem.count))
+    evaluations = int(visits / _cost_of_evaluation(candidate))
     best = improved(best, pieces.piece, evaluations)
     if problem.count <= _SINGLE:
         best = improved(best, list(range(problem.count)), evaluations)

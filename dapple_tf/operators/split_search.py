@@ -1,15 +1,16 @@
-"""Which operators to split: lines 2 to 6 of FD-DPS' algorithm 3.
+"""Decides by the simulated makespan which operators to split: lines 2 to 6 of FD-DPS' algorithm 3.
 
-The paper's "fine-grained conditions" are lists of operator types. Splitting pays if neighbours are split alike, so that
-each part reads the corresponding part's result, without joins and transfers between. Two layouts of whole regions do
-that: by samples, which is data parallelism, and by weights, columns, then rows. FastT splits single operators besides.
+The paper's "fine-grained conditions" are lists of operator types; here `split_layouts` guesses, and the simulator
+decides.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
+import dataclasses
+import heapq
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,16 +19,44 @@ from dapple_tf.operators.op_graph import OpGraph, PlacementError, PlacementProbl
 from dapple_tf.operators.pieces import Pieces
 from dapple_tf.operators.simulated_placement import Candidate, judged, ordered_sources, scheduled
 from dapple_tf.operators.split_graph import apply_splits
-from graph_passes.analysis.split_rules import FIRST, Cut, Split, SplitRule, part_name
+from dapple_tf.operators.split_layouts import Layout, Layouts
+from graph_passes.analysis.split_rules import Split, part_name
 
 _HEAVY = 2e-3
-"""Share of a device's mean load that makes a product heavy, so that a region grows from it."""
-_LAUNCHES = 8
-"""A product is also heavy if it takes as long as this many launches."""
+"""Share of a device's mean load that makes an operator heavy, so that a region grows from it."""
 _LARGE = 12000
-"""Operators of a graph from which on the times of reads aren't adjusted before layouts are compared."""
+"""Operators of a graph from which on only one part for each device is tried."""
+_LAUNCHES = 8
+"""An operator is also heavy if it takes as long as this many launches."""
+_DISCOUNT = 0.4
+"""Share of an unsplit operator's time that a guess counts, as others run meanwhile."""
+_WORSE = 1.6
+"""How much worse than the best guess another's estimate may be for it to be tried."""
+_DROPS = 3
+"""Number of attempts to leave out a share of the regions."""
+_OTHERS = 3
+"""Number of placements besides the best one that are returned."""
 _MOST_CRITICAL = 8
 """The most operators that OS-DPOS considers."""
+
+
+class Budget:
+    """The search's remaining budget, in visited operators, which is the same on every machine."""
+
+    def __init__(self, visits: float) -> None:
+        self.visits = self.total = visits
+
+    def spend(self, visits: float) -> bool:
+        """Spends ``visits``; returns False if fewer are left."""
+        if visits > self.visits:
+            return False
+        self.visits -= visits
+        return True
+
+    @property
+    def spent_share(self) -> float:
+        """Share of the budget that is spent."""
+        return 1.0 - self.visits / self.total if self.total else 1.0
 
 
 def placed(
@@ -51,6 +80,11 @@ def placed(
     return candidates
 
 
+def placed_cost(count: int) -> float:
+    """Returns the visits that `placed` and splitting spend on ``count`` operators."""
+    return 6.0 * count
+
+
 def by_batch(base: PlacementProblem) -> Candidate | None:
     """Splits operators on samples by the batch, part k on device k: data parallelism as a placement.
 
@@ -62,8 +96,8 @@ def by_batch(base: PlacementProblem) -> Candidate | None:
         devices.
     """
     layouts = Layouts(base, base.devices)
-    tried = (_tried(layouts, layout) for layout in batch_layouts(layouts))
-    return min((one for one in tried if one is not None), key=lambda one: one.rank, default=None)
+    tried = (_tried(layouts, layout, None, lambda text: None) for layout in batch_layouts(layouts))
+    return min((one.candidate for one in tried if one is not None), key=lambda one: one.rank, default=None)
 
 
 def fast_t_candidate(base: PlacementProblem, start: Candidate | None) -> Candidate:
@@ -114,35 +148,159 @@ def _whole_and_critical(problem: PlacementProblem) -> list[str]:
     return [problem.graph.names[op] for op in longest]
 
 
-def by_columns(base: PlacementProblem) -> Candidate | None:
-    """Splits products by the columns or rows of their weights, part k on device k; None if there are none."""
-    heavy = _HEAVY * sum(base.mean_seconds) / base.devices
-    launch = float(np.mean(base.graph.launch_seconds))
-    layouts = Layouts(base, base.devices)
-    return _tried(layouts, layouts.columns_then_rows(min(heavy, _LAUNCHES * launch) if launch > 0 else heavy))
+def split_candidates(
+    base: PlacementProblem, best: Candidate, budget: Budget, tell: Callable[[str], None]
+) -> list[Candidate]:
+    """Searches regions of operators to split.
+
+    Args:
+        base: the graph without splits.
+        best: the best placement so far.
+        budget: the remaining visits.
+        tell: receives the current activity.
+
+    Returns:
+        The best placement, with splits if any pay, then those of the next best layouts that were tried.
+    """
+    problem = base
+    heavy = _HEAVY * sum(problem.mean_seconds) / problem.devices
+    launch = float(np.mean(problem.graph.launch_seconds))
+    if launch > 0:
+        heavy = min(heavy, _LAUNCHES * launch)
+    guesses: list[tuple[float, Layouts, Layout]] = []
+    for parts in sorted({problem.devices, max(2, problem.devices // 2), 2}, reverse=True):
+        if parts < problem.devices and problem.count > _LARGE:
+            break
+        layouts = Layouts(problem, parts)
+        seen: set[tuple[int, ...]] = set()
+        for layout in itertools.islice(_guesses(layouts, heavy), None if problem.count <= 3 * _LARGE else 1):
+            if tuple(layout) not in seen and max(layout, default=-1) >= 0:
+                seen.add(tuple(layout))
+                guesses.append((layouts.cost(layout), layouts, layout))
+    guesses.sort(key=lambda guess: guess[0])
+    tried: _Tried | None = None
+    others: list[Candidate] = []
+    for index, (cost, layouts, layout) in enumerate(guesses):
+        if cost > _WORSE * guesses[0][0]:
+            break
+        one = _tried(layouts, layout, budget, tell, first=index == 0)
+        if one is None:
+            break
+        others = heapq.nsmallest(_OTHERS + 1, [*others, one.candidate], key=lambda other: other.rank)
+        if one.candidate.rank < best.rank:
+            best, tried = one.candidate, one
+    if tried is None:
+        return [best, *others[:_OTHERS]]
+    tried = _without_light_regions(tried, budget, tell)
+    others = [one for one in others if one is not tried.candidate][:_OTHERS]
+    problem = tried.candidate.problem
+    if budget.spend(placed_cost(problem.count)):
+        # Ranks of single operators, if those of pieces were good enough so far.
+        pinned = dataclasses.replace(problem, pinned=tried.pinned.tolist())
+        ranked = scheduled(tried.candidate.problem, heft_schedule(pinned)[0], tried.candidate.origin)
+        return [min(tried.candidate, ranked, key=lambda one: one.rank), *others]
+    return [tried.candidate, *others]
 
 
-def _tried(layouts: Layouts, layout: Layout) -> Candidate | None:
-    """Returns a layout's best placement with part k on device k; None if it splits nothing."""
+class _Tried(NamedTuple):
+    """A tried layout, and its groups' devices with each part on a device of its own."""
+
+    candidate: Candidate
+    layouts: Layouts
+    layout: Layout
+    pinned: np.ndarray
+
+
+def _without_light_regions(tried: _Tried, budget: Budget, tell: Callable[[str], None]) -> _Tried:
+    """Drops the lighter half of the regions, or that half's heavier half, as long as that helps."""
+    for _ in range(_DROPS):
+        layouts = tried.layouts
+        regions = layouts.regions(tried.layout)
+        if len(regions) < 2:
+            return tried
+        before = tried
+        for start, stop in ((len(regions) // 2, len(regions)), (len(regions) // 4, len(regions) // 2)):
+            fewer = list(tried.layout)
+            for region in regions[start:stop]:
+                for op in region:
+                    fewer[op] = -1
+            one = _tried(layouts, fewer, budget, tell) if fewer != tried.layout else None
+            if one is not None and one.candidate.rank < tried.candidate.rank:
+                tried = one
+                break
+        if tried is before:
+            return tried
+    return tried
+
+
+def _guesses(layouts: Layouts, heavy: float) -> Iterator[Layout]:
+    """Yields layouts to try: regions by batch, by channel, or by both; the most promising first."""
+    names = sorted(
+        {rule.dimension for rules in layouts.rules for rule in rules},
+        key=lambda name: (name != "batch", name != "channel", name),
+    )
+    if not names:
+        return
+    none = layouts.none()
+    by_batch = everything = layouts.grown(none, names[0], heavy)
+    for name in names[1:]:
+        everything = layouts.grown(everything, name, heavy)
+    mixed = layouts.refined(everything)
+    yield mixed
+    yield layouts.pruned(mixed)
+    batch = layouts.refined(by_batch)
+    yield batch
+    yield layouts.pruned(batch)
+    yield layouts.refined(by_batch, together=False)
+    if len(names) > 1:
+        yield layouts.refined(layouts.grown(layouts.grown(none, names[1], heavy), names[0], heavy))
+    yield layouts.refined(everything, _DISCOUNT)
+    yield layouts.columns_then_rows(heavy)
+
+
+def _tried(
+    layouts: Layouts,
+    layout: Layout,
+    budget: Budget | None,
+    tell: Callable[[str], None],
+    first: bool = False,
+) -> _Tried | None:
+    """Returns a layout's best placement; None if it splits nothing, or isn't the first and the budget is spent.
+
+    Without a budget it isn't counted.
+    """
     problem, splits = layouts.problem, layouts.splits(layout)
     if not splits:
         return None
+    about = problem.count + len(splits) * (layouts.parts + 1)
+    if budget is not None and not budget.spend(2 * placed_cost(about)) and not first:
+        return None
+    tell(f"splitting {len(splits):,} operators")
     parts = compile_problem(apply_splits(problem.graph, splits), problem.topology)
     origin = f"{len(splits)} operators in {layouts.parts} parts"
-    candidates = placed(parts, _pinned_parts(parts.graph, layouts, layout), origin, (1.0,))
+    pinned = _pinned_parts(parts.graph, layouts, layout)
+    candidates = placed(parts, pinned, origin, (1.0,))
     best = min(candidates, key=lambda one: one.rank)
-    return ordered_sources(best) if parts.count <= _LARGE else best
+    if parts.count <= _LARGE:
+        best = ordered_sources(best)
+    return _Tried(best, layouts, layout, pinned)
 
 
 def _pinned_parts(graph: OpGraph, layouts: Layouts, layout: Layout) -> np.ndarray:
-    """Returns groups' devices, with part k of an operator on device k."""
-    names, pinned = layouts.problem.graph.names, graph.pinned.copy()
-    device_of = {
-        part_name(names[op], part): part for op, rule in enumerate(layout) if rule >= 0 for part in range(layouts.parts)
-    }
+    """Returns groups' devices, with part k of an operator on device k; on its region's devices if they are fewer."""
+    problem, pinned = layouts.problem, graph.pinned.copy()
+    teams = max(1, problem.devices // layouts.parts)
+    names = problem.graph.names
+    parts = {}
+    for index, region in enumerate(layouts.regions(layout)):
+        first = index % teams * layouts.parts
+        for op in region:
+            for part in range(layouts.parts):
+                parts[part_name(names[op], part)] = first + part
     for op, name in enumerate(graph.names):
-        if name in device_of and pinned[graph.groups[op]] < 0:
-            pinned[graph.groups[op]] = device_of[name]
+        device = parts.get(name)
+        if device is not None and pinned[graph.groups[op]] < 0:
+            pinned[graph.groups[op]] = device
     _spread_variables(graph, pinned)
     return pinned
 
@@ -181,7 +339,7 @@ def batch_layouts(layouts: Layouts) -> list[Layout]:
     between = _between(layouts.problem, linked)
     everything = [layouts.rule(op, "batch") if between[op] else -1 for op in range(layouts.problem.count)]
     staying = {op for op, rule in enumerate(linked) if rule >= 0 and rule == everything[op]}
-    fewer = layouts.pruned(everything, staying)
+    fewer = layouts.pruned(everything, staying=staying)
     return [everything] if fewer == everything else [fewer, everything]
 
 
@@ -209,7 +367,7 @@ def _linked_with_heaviest(layouts: Layouts) -> Layout:
     # The rows of a variable, of its gradient and of its update are called a batch, too.
     seeds = [op for op in seeds if from_batch[op]] or seeds
     seconds = layouts.problem.mean_seconds
-    layout, most = [-1] * layouts.problem.count, max(seconds[op] for op in seeds)
+    layout, most = layouts.none(), max(seconds[op] for op in seeds)
     for op in seeds:
         if layout[op] < 0 and seconds[op] == most:
             layouts.grow(layout, op, layouts.rule(op, "batch"))
@@ -248,270 +406,3 @@ def _between(problem: PlacementProblem, layout: Layout) -> np.ndarray:
         uses = [*(reader for tensor in problem.outputs[op] for reader in problem.readers[tensor]), *problem.waiters[op]]
         behind[op] |= bool(behind[uses].any())
     return np.asarray(before & behind)
-
-
-# ---- layouts: regions of operators that are split alike
-
-Layout = list[int]
-"""For each operator the index of the rule by which it is split, -1 for none."""
-
-
-class Layouts:
-    """Layouts of a graph whose operators are split into a number of parts.
-
-    Attributes:
-        inputs: of each operator: (tensor, argument).
-        readers: of each tensor: (operator, argument).
-        rules: of each operator, the ways to split it; none for those that are bound to others.
-        output: which output of its producer each tensor is.
-
-    Args:
-        problem: the operators.
-        parts: number of parts.
-    """
-
-    def __init__(self, problem: PlacementProblem, parts: int) -> None:
-        self.problem, self.parts = problem, parts
-        graph = problem.graph
-        self.inputs: list[list[tuple[int, int]]] = [[] for _ in range(graph.count)]
-        self.readers: list[list[tuple[int, int]]] = [[] for _ in problem.size]
-        for _, consumer, tensor, argument in graph.edges[graph.edges[:, 2] >= 0].tolist():
-            self.inputs[consumer].append((tensor, argument))
-            self.readers[tensor].append((consumer, argument))
-        free = [len(problem.members[group]) == 1 and problem.pinned[group] < 0 for group in problem.group]
-        self.rules: list[tuple[SplitRule, ...]] = [()] * graph.count
-        for op, rules in graph.splits.items():
-            if free[op]:
-                self.rules[op] = tuple(rule for rule in rules if rule.length >= parts)
-        self.output = [0] * len(problem.size) if graph.tensor_outputs is None else graph.tensor_outputs.tolist()
-        self.launch = float(np.mean(graph.launch_seconds))
-        self.copy = float(np.mean(graph.copy_seconds))
-        off = ~np.eye(problem.devices, dtype=bool)
-        self.rate = float(np.array(problem.per_byte)[off].mean()) if problem.devices > 1 else 0.0
-        # The parts' inputs and outputs for each operator and rule.
-        self.input_cuts: list[list[tuple[Cut | None, ...]]] = []
-        self.output_cuts: list[list[tuple[Cut | None, ...]]] = []
-        known: dict[int, tuple[tuple[Cut | None, ...], tuple[Cut | None, ...]]] = {}
-        for rules in self.rules:
-            cuts = []
-            for rule in rules:
-                if id(rule) not in known:
-                    known[id(rule)] = (
-                        tuple(rule.input_cut(argument, parts) for argument in range(len(rule.input_axes))),
-                        tuple(rule.output_cut(output, parts) for output in range(len(rule.output_axes))),
-                    )
-                cuts.append(known[id(rule)])
-            self.input_cuts.append([one for one, _ in cuts])
-            self.output_cuts.append([other for _, other in cuts])
-
-    def columns_then_rows(self, least: float) -> Layout:
-        """Splits products and linked operators by the weights' columns, in the program's order.
-
-        A product that reads what such a product makes is then split by the rows of its weights, and adds the parts'
-        results: Megatron's pairs (Shoeybi et al., 2019, section 3), as far as the tensors between are cut alike. The
-        backwards follow by the tensors of the forwards that they read.
-
-        Args:
-            least: seconds of a product from which regions begin.
-        """
-        layout = [-1] * self.problem.count
-        for seed in range(self.problem.count):
-            if layout[seed] < 0 and self.problem.mean_seconds[seed] >= least:
-                rule = self._by_columns(seed)
-                if rule >= 0:
-                    self.grow(layout, seed, rule)
-        return layout
-
-    def _by_columns(self, op: int) -> int:
-        """Returns a product's rule by which parts have a share of a variable each and read all else whole; -1 if none.
-
-        A product is what can also be split into parts that are added, and what its rules cut are its factors. Factors
-        that no operator makes, such as a fed batch, are no variables.
-        """
-        rules = self.rules[op]
-        if not any(None in rule.output_axes for rule in rules):
-            return -1
-        cuts = [{argument for argument, axis in enumerate(rule.input_axes) if axis is not None} for rule in rules]
-        variables = {argument for tensor, argument in self.inputs[op] if self._is_variable(tensor)}
-        if not variables or variables >= set().union(*cuts):
-            return -1
-        for index, (rule, cut) in enumerate(zip(rules, cuts, strict=True)):
-            if cut == variables and None not in rule.output_axes:
-                return index
-        return -1
-
-    def _is_variable(self, tensor: int) -> bool:
-        """Returns whether a tensor is a variable's value, in whatever shape and type."""
-        problem, graph = self.problem, self.problem.graph
-        while True:
-            producer = problem.producer[tensor]
-            if producer < 0 or len(self.inputs[producer]) > 1:
-                return False
-            if not self.inputs[producer]:
-                return bool(graph.stored_bytes[graph.groups[producer]] > 0)
-            tensor, argument = self.inputs[producer][0]
-            # A sum, or what has elements for each of something else: a product of a variable and a fed batch.
-            if any(
-                None in rule.output_axes or rule.input_axes[argument] is None for rule in graph.splits.get(producer, ())
-            ):
-                return False
-
-    def grow(self, layout: Layout, seed: int, rule: int) -> list[int]:
-        """Splits an operator and all that are linked with it by tensors that are cut alike; returns them."""
-        problem = self.problem
-        layout[seed] = rule
-        region = [seed]
-        queue = deque(region)
-        while queue:
-            op = queue.popleft()
-            mine = layout[op]
-            for tensor in problem.outputs[op]:
-                cut = self.output_cuts[op][mine][self.output[tensor]]
-                if cut is None or cut.axis == FIRST:
-                    continue
-                for reader, argument in self.readers[tensor]:
-                    if layout[reader] < 0:
-                        match = self._reading(reader, argument, cut)
-                        if match >= 0:
-                            layout[reader] = match
-                            region.append(reader)
-                            queue.append(reader)
-            for tensor, argument in self.inputs[op]:
-                cuts = self.input_cuts[op][mine]
-                cut = cuts[argument] if argument < len(cuts) else None
-                producer = problem.producer[tensor]
-                if cut is None or cut.axis == FIRST or layout[producer] >= 0:
-                    continue
-                match = self._making(producer, self.output[tensor], cut)
-                if match >= 0:
-                    layout[producer] = match
-                    region.append(producer)
-                    queue.append(producer)
-        return region
-
-    def pruned(self, layout: Layout, staying: AbstractSet[int]) -> Layout:
-        """Drops the regions that cost more, as a whole, than they save; the lightest are tried first.
-
-        Args:
-            layout: the regions.
-            staying: operators whose regions stay.
-        """
-        layout = list(layout)
-        for region in reversed(self.regions(layout)):
-            if not staying.isdisjoint(region):
-                continue
-            tensors = {tensor for op in region for tensor, _ in self.inputs[op]}
-            tensors |= {tensor for op in region for tensor in self.problem.outputs[op]}
-            rules = [layout[op] for op in region]
-            costs = []
-            for chosen in ([-1] * len(region), rules):
-                for op, rule in zip(region, chosen, strict=True):
-                    layout[op] = rule
-                own = sum(self._op_cost(op, layout[op]) for op in region)
-                costs.append(own + sum(self._tensor_cost(layout, tensor) for tensor in tensors))
-            if costs[0] <= costs[1]:
-                for op in region:
-                    layout[op] = -1
-        return layout
-
-    def regions(self, layout: Layout) -> list[list[int]]:
-        """Groups split operators that are linked by tensors that are cut alike; heaviest first."""
-        problem = self.problem
-        seen = [rule < 0 for rule in layout]
-        regions = []
-        for start in range(self.problem.count):
-            if seen[start]:
-                continue
-            seen[start] = True
-            region = [start]
-            for op in region:
-                for tensor in problem.outputs[op]:
-                    cut = self.output_cuts[op][layout[op]][self.output[tensor]]
-                    for reader, argument in self.readers[tensor]:
-                        if not seen[reader] and cut is not None and self._cut_of(layout, reader, argument) == cut:
-                            seen[reader] = True
-                            region.append(reader)
-                for tensor, argument in self.inputs[op]:
-                    producer = problem.producer[tensor]
-                    cut = self._cut_of(layout, op, argument)
-                    if seen[producer] or cut is None:
-                        continue
-                    if self.output_cuts[producer][layout[producer]][self.output[tensor]] == cut:
-                        seen[producer] = True
-                        region.append(producer)
-            regions.append(region)
-        seconds = self.problem.mean_seconds
-        return sorted(regions, key=lambda region: (-sum(seconds[op] for op in region), region[0]))
-
-    def splits(self, layout: Layout) -> dict[str, Split]:
-        """Returns a layout as splits for `apply_splits`."""
-        names, rules = self.problem.graph.names, self.rules
-        return {names[op]: Split(rules[op][rule].dimension, self.parts) for op, rule in enumerate(layout) if rule >= 0}
-
-    def rule(self, op: int, dimension: str) -> int:
-        """Returns the index of an operator's rule for a dimension; -1 without one."""
-        return next((i for i, rule in enumerate(self.rules[op]) if rule.dimension == dimension), -1)
-
-    def _reading(self, op: int, argument: int, cut: Cut) -> int:
-        for index, cuts in enumerate(self.input_cuts[op]):
-            if argument < len(cuts) and cuts[argument] == cut:
-                return index
-        return -1
-
-    def _making(self, op: int, output: int, cut: Cut) -> int:
-        for index, cuts in enumerate(self.output_cuts[op]):
-            if cuts[output] == cut:
-                return index
-        return -1
-
-    def _cut_of(self, layout: Layout, op: int, argument: int) -> Cut | None:
-        rule = layout[op]
-        if rule < 0:
-            return None
-        cuts = self.input_cuts[op][rule]
-        return cuts[argument] if argument < len(cuts) else None
-
-    def _op_cost(self, op: int, rule: int) -> float:
-        seconds = self.problem.mean_seconds[op]
-        if rule < 0:
-            return seconds
-        launch = min(self.launch, seconds)
-        return launch + (seconds - launch) / self.parts
-
-    def _tensor_cost(self, layout: Layout, tensor: int) -> float:
-        """Returns the seconds of joining, cutting and sending a tensor."""
-        problem, parts = self.problem, self.parts
-        producer = problem.producer[tensor]
-        if producer < 0:
-            return 0.0
-        size = self.problem.size[tensor]
-        latency, rate = self.problem.mean_latency, self.rate
-        rule = layout[producer]
-        made = None if rule < 0 else self.output_cuts[producer][rule][self.output[tensor]]
-        whole = broadcast = False
-        cuts: set[Cut] = set()
-        for reader, argument in self.readers[tensor]:
-            if layout[reader] < 0:
-                whole = True
-                continue
-            if argument in self.rules[reader][layout[reader]].shape_inputs:
-                continue
-            cut = self._cut_of(layout, reader, argument)
-            if cut is None or cut.axis == FIRST:
-                if made is None or cut != made:
-                    broadcast = True
-            elif cut != made:
-                cuts.add(cut)
-        if not (whole or broadcast or cuts):
-            return 0.0
-        cost = 0.0
-        if rule >= 0:
-            if made is None:
-                cost += latency + size * rate + self.launch + parts * size * self.copy
-            elif made.axis != FIRST:
-                cost += latency + size * rate / parts + self.launch + size * self.copy
-        if broadcast:
-            cost += latency + size * rate
-        for _ in cuts:
-            cost += self.launch + size * self.copy + latency + size * rate / parts
-        return cost
