@@ -68,6 +68,11 @@ def larger(array: np.ndarray) -> np.ndarray:
     return array + np.int32(1)
 
 
+def running(ids: tf.Tensor, axis: int) -> tf.Tensor:
+    """Positions of tokens among those of an expert, as floating-point numbers: once taken for samples' own."""
+    return tf.cast(tf.cumsum(tf.cast(ids, tf.float32), axis), tf.int32)
+
+
 def flat(tensor: tf.Tensor) -> tf.Tensor:
     return tf.reshape(tensor, [-1])
 
@@ -109,6 +114,8 @@ OTHERS: dict[str, tuple[Made, Origin]] = {
     "joined, by samples": (lambda ids, fixed, samples: flat(with_first(ids)) + samples, Origin.COUPLED),
     "two samples": (lambda ids, fixed, samples: tf.gather(ids, [0, 1]), Origin.COUPLED),
     "unique places": (lambda ids, fixed, samples: tf.unique(tf.range(samples))[0], Origin.PLACES),
+    "counts along the batch": (lambda ids, fixed, samples: running(ids, 0), Origin.PLACES),
+    "counts within samples": (lambda ids, fixed, samples: running(ids, 1), Origin.SAMPLES),
     "places of samples": (lambda ids, fixed, samples: tf.range(samples), Origin.PLACES),
     "places of a mask": (lambda ids, fixed, samples: tf.where(ids > 2)[:, 0], Origin.PLACES),
     "random numbers": (lambda ids, fixed, samples: tf.random.uniform([4], maxval=9, dtype=tf.int32), Origin.DRAWN),

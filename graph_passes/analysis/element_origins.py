@@ -119,8 +119,8 @@ class ElementOrigins:
         self._real = names
         self._interpreter = self._interpreted()
         self._view = self._interpreter.graph
-        couplings = self._interpreter.couplings
-        self._coupled = {name for name, why in couplings if why is not Coupling.DRAWS and self._is_exact(Ref(name))}
+        self._mixing = {name for name, why in self._interpreter.couplings if why is not Coupling.DRAWS}
+        self._coupled = {name for name in self._mixing if self._is_exact(Ref(name))}
         self._found: dict[Ref, Parts] = {}
         for node in self._view:
             for output in range(len(output_dtypes(node))):
@@ -309,9 +309,11 @@ class ElementOrigins:
         return (Part(origin, ref),)
 
     def _accumulates(self, node: NodeDef) -> bool:
-        """Returns whether an operator's result depends on other elements along an axis that isn't known."""
+        """Returns whether a running sum or an order is along the batch, where it counts samples, or may be."""
         if node.op not in ACCUMULATING:
             return False
+        if node.name in self._mixing:
+            return True
         source, axis = data_inputs(node)[:2]  # TopK: their number instead
         return self._interpreter.shape(source) is None or self._value(axis) is None
 
