@@ -480,16 +480,17 @@ class Elastic:
             if self.engine.cluster is not former.cluster or not self.log.settled:
                 return  # A fault came first; or the values of a checkpoint are where only the devices have them.
         replayed = len(self.log.batches)
-        try:
-            self.restart(growth.deployment)
-        except BaseException as error:
-            give_back(growth.deployment.cluster)
-            if not isinstance(error, ClusterError | DappleError):  # Ctrl-C
-                self._give_up()
-                raise
-            self.members.put_off()
-            self._recover(WorkerLostError(f"taking in workers {', '.join(growth.added)} failed: {error}"))
-            return
+        with self.looking:  # Until values are whole again.
+            try:
+                self.restart(growth.deployment)
+            except BaseException as error:
+                give_back(growth.deployment.cluster)
+                if not isinstance(error, ClusterError | DappleError):  # Ctrl-C
+                    self._give_up()
+                    raise
+                self.members.put_off()
+                self._recover(WorkerLostError(f"taking in workers {', '.join(growth.added)} failed: {error}"))
+                return
         record = GrowthRecord(
             growth.added, self.steps, began, replayed, time.time() - began, growth.present, growth.latency
         )
@@ -525,7 +526,7 @@ class Elastic:
         present = None if rate is None else float(rate.numpy())
         try:
             for entry in log.batches:
-                if rate is not None:
+                if rate is not None and entry.rate is not None:
                     rate.assign(entry.rate)
                 self.engine.values.push(entry.assigned)
                 self._again(entry.batch)

@@ -378,10 +378,12 @@ class Runtime:
     def _moving(self) -> Iterator[None]:
         """Watches what another engine knows after the context, if there is one by then."""
         engine = self.engine
-        with untold(self):
-            yield
-        if self.engine is not engine:
-            self._watch()
+        try:
+            with untold(self):
+                yield
+        finally:
+            if self.engine is not engine:
+                self._watch()
 
     def _surviving(self, function: Callable[[], _T], cause: Callable[[], str] = str) -> _T:
         """Calls a function that uses the devices; see `Elastic.surviving`."""

@@ -154,7 +154,7 @@ def split_host_part(
     for node in graph:
         if node.name in needed & alone and any(ref.node in behind for ref in graph.inputs(node.name)):
             behind.add(node.name)
-    host = behind - _told_by_shapes(graph, behind - first, dtypes)
+    host = behind - _told_by_shapes(graph, behind - first)
     read = [ref for node in graph if node.name in needed - host for ref in graph.inputs(node.name)]
     crossing = [ref for ref in dict.fromkeys([*read, *wanted]) if ref.node in host]
     if not crossing:
@@ -196,7 +196,7 @@ def _of_batch_alone(graph: Graph, given: Collection[str], dtypes: Mapping[str, S
     return of_batch
 
 
-def _told_by_shapes(graph: Graph, candidates: Collection[str], dtypes: Mapping[str, Sequence[int]]) -> set[str]:
+def _told_by_shapes(graph: Graph, candidates: Collection[str]) -> set[str]:
     """Returns the nodes that devices can compute from the shapes of their inputs: they have no rows."""
     told: set[str] = set()
     for node in graph:

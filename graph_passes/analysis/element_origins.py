@@ -267,7 +267,7 @@ class ElementOrigins:
         elif node.op in ELEMENTWISE:
             by_rule = self._elementwise(inputs, ref, given)
         elif node.op in ("ConcatV2", "Pack"):
-            by_rule = self._joined(node, ref, given)
+            by_rule = self._joined(node, given)
         elif node.op in GATHERS:
             by_rule = self._gathered(node, ref, *given[:2])
         elif node.op in UNIQUE:
@@ -364,7 +364,7 @@ class ElementOrigins:
         # Of unknown lengths: vectors and scalars.
         return ranks <= {0, 1} and len(growing) == 1 and all(set(sizes[each]) == {1} for each in constants)
 
-    def _joined(self, node: NodeDef, ref: Ref, given: Sequence[Parts]) -> Parts | Origin | None:
+    def _joined(self, node: NodeDef, given: Sequence[Parts]) -> Parts | Origin | None:
         if node.op == "Pack":
             axis, given_refs = int(node.attr["axis"].i), data_inputs(node)
         else:

@@ -494,7 +494,7 @@ def _metric_stages(
         return {}
     own = _own_nodes(graph, roles, metrics)
     owner_of = _owner_of(graph, roles, stage_of, last, lambda name: name in own and name not in in_model)
-    groups = _groups(graph, roles, metrics, own, stage_of, in_model, has_batch_axis)
+    groups = _groups(graph, metrics, own, stage_of, in_model, has_batch_axis)
     stages: dict[str, int] = {}
     for nodes in groups:
         sources = {ref.node for name in nodes for ref in graph.inputs(name)} - nodes
@@ -528,7 +528,6 @@ def _owner_of(
 
 def _groups(
     graph: Graph,
-    roles: Roles,
     metrics: list[Variable],
     own: set[str],
     stage_of: Mapping[str, int],
