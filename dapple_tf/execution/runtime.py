@@ -30,10 +30,11 @@ from dapple_tf.execution.engine import Engine
 from dapple_tf.execution.notes import NoteKind
 from dapple_tf.execution.terminal import batch_done
 from dapple_tf.execution.values import LiveValues
-from dapple_tf.frontend.batch import Batch
-from dapple_tf.frontend.capture import Mode
+from dapple_tf.frontend.batch import Batch, Batches
+from dapple_tf.frontend.capture import Mode, check_model
 from dapple_tf.frontend.metrics import RunningMetrics
 from dapple_tf.frontend.on_workers import Address, Read, Shape, read_by
+from dapple_tf.frontend.optimizer_checks import check_optimizer
 from dapple_tf.frontend.variable_hooks import Watcher, untold, unwatch, version, watch, watchers_of
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.operators.op_costs import OperatorCosts
@@ -411,3 +412,41 @@ class Runtime:
         except Exception as error:
             return reason(error)
         return ""
+
+
+class StepsApart:
+    """A model's training steps by a plan, which train separate values; the model keeps its own."""
+
+    def __init__(self, model: keras.Model, cluster: Cluster, plan: Plan) -> None:
+        """Takes the devices.
+
+        Args:
+            model: the model, built and compiled.
+            cluster: real devices.
+            plan: a plan for them.
+
+        Raises:
+            CaptureError: the model isn't built or compiled, or it or its optimizer can't be pipelined.
+        """
+        check_model(model, training=True)
+        check_optimizer(model.optimizer, model.trainable_variables)
+        self._model = model
+        self._runtime = Runtime(model, cluster, plan, None, FaultPolicy(), quiet=True)
+        self._runtime.set_apart()
+
+    def seconds(self, x: Any, y: Any = None, sample_weight: Any = None) -> float:
+        """Runs a step on a batch; returns the seconds from feeding the devices to their results.
+
+        Args:
+            x: one batch of inputs, as for ``train_on_batch``.
+            y: its labels.
+            sample_weight: its weights.
+        """
+        batch = next(Batches(self._model, [(x, y, sample_weight)], cut=self._runtime.engine.plan.cuts_batches))
+        started = time.perf_counter()
+        self._runtime.train(batch)
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        """Frees the devices."""
+        self._runtime.close(sync=False)

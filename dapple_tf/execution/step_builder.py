@@ -22,7 +22,7 @@ from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.execution.terminal import Preparation
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture
-from dapple_tf.frontend.py_functions import check_py_functions
+from dapple_tf.frontend.custom_gradients import check_py_functions
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import OpPlacement

@@ -20,8 +20,7 @@ import tensorflow as tf
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.errors import DataError, reason
 from dapple_tf.execution.device_session import DeviceSession
-from dapple_tf.frontend.dataset_graphs import Drawn
-from dapple_tf.frontend.on_workers import Address, OnWorkers, Part, Shape
+from dapple_tf.frontend.on_workers import Address, Drawn, OnWorkers, Part, Shape
 from graph_passes.ir.batching import Interval
 from graph_passes.ir.graph import GraphDef, copied
 from graph_passes.ir.kernels import host_of

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 
 import keras
 
-from dapple_tf.common.keras_private import items_of
+from dapple_tf.common.keras_private import functional_graph, items_of, nodes_in_order
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.layer_profile import ProfileError
 from dapple_tf.describe.plan import FD_DPS, Plan, PlanError
@@ -15,7 +16,6 @@ from dapple_tf.describe.profile import Profile
 from dapple_tf.execution.step_passes import StepPasses, pipeline
 from dapple_tf.frontend.batch import declared_spec
 from dapple_tf.frontend.capture import Mode, capture
-from dapple_tf.frontend.functional import cuts_are_safe
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.operators.op_costs import OperatorCosts
 from graph_passes.analysis.slice_shapes import LengthsUnknownError
@@ -157,3 +157,36 @@ def check_cuts(model: keras.Model, passes: StepPasses) -> None:
         path, _, _ = cut.partition("#")
         if path.rpartition("/")[2] not in names:
             find_call(path, [LayerCall(name, 0, 1) for name in names])
+
+
+def cuts_are_safe(model: keras.Model, cuts: Sequence[str]) -> bool:
+    """Whether a functional model can certainly be cut after these layers, without data or a trace.
+
+    True if every cut is the plain name of a layer of the model itself, called once and unique in all nested layers, the
+    cuts are in calling order, every stage has a layer with weights, and every tensor that crosses a cut has the batch
+    as its first and only unknown axis. All other cuts need a trace. Layers whose number of rows depends on the data
+    show when the first batch is prepared.
+    """
+    graph = functional_graph(model)
+    if graph is None:
+        return False
+    operations = {id(item): item for item in items_of(model) if item is not model}
+    names = [operation.name for operation in operations.values()]
+    calls = [node for node in nodes_in_order(graph) if node.operation and not node.is_input]
+    order = {node.operation.name: position for position, node in enumerate(calls)}
+    if any(names.count(cut) != 1 or cut not in order for cut in cuts):
+        return False
+    if any(sum(node.operation.name == cut for node in calls) != 1 for cut in cuts):
+        return False
+    starts = [0, *(order[cut] + 1 for cut in cuts), len(calls)]
+    stages = [range(start, stop) for start, stop in itertools.pairwise(starts)]
+    if not all(any(getattr(calls[position].operation, "weights", ()) for position in stage) for stage in stages):
+        return False
+    stage_of = {position: number for number, stage in enumerate(stages) for position in stage}
+    maker = {id(tensor): stage_of[position] for position, node in enumerate(calls) for tensor in node.outputs}
+    return all(
+        tensor.shape[:1] == (None,) and None not in tensor.shape[1:]
+        for position, node in enumerate(calls)
+        for tensor in node.input_tensors
+        if maker.get(id(tensor), stage_of[position]) != stage_of[position]
+    )

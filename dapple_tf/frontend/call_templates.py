@@ -1,4 +1,4 @@
-"""Copies of the nodes of a layer's call for equal calls; see `repeated_calls.py`."""
+"""Copies of the nodes of a layer's call for equal calls; see `layer_calls.py`."""
 
 from __future__ import annotations
 

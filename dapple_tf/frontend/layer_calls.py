@@ -1,23 +1,50 @@
-"""Recording which nodes of a trace were made inside which call of a layer."""
+"""Recording which nodes of a trace were made inside which call of a layer; equal calls of Keras' own are traced once.
+
+TensorFlow makes each node of a graph in Python, which is most of what tracing a deep model takes. Where a layer is
+called that equals one that has been called, one node stands in for what the trace would make, and is replaced by a copy
+of the nodes of the first call once the trace is complete. What a call depends on beside its arguments and variables is
+known for Keras' own layers only (`layer_kinds.py`); layers of the user are traced each time.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
+import threading
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from dapple_tf.common.keras_private import items_of, name_of_call
-from dapple_tf.frontend.call_templates import Expansion, Nodes, TracedCall
-from dapple_tf.frontend.repeated_calls import RepeatedCalls
+from dapple_tf.common.keras_private import (
+    autocast_dtype,
+    inherit_arguments,
+    inherited_arguments,
+    is_current,
+    items_of,
+    name_of_call,
+)
+from dapple_tf.frontend.call_templates import (
+    STAND_IN,
+    Expansion,
+    FirstCall,
+    Nodes,
+    Place,
+    Template,
+    Templates,
+    TracedCall,
+)
+from dapple_tf.frontend.layer_kinds import LayerKind, layer_kind
 from dapple_tf.frontend.trace_scope import TraceScope
 from graph_passes.ir.graph import GraphDef
 from graph_passes.ir.program import LayerCall
-from graph_passes.ir.tensorflow_private import number_of_nodes
+from graph_passes.ir.tensorflow_private import has_scopes, number_of_nodes, watch_operation
+
+_GRADIENT = "DappleRepeatedCall"
 
 
 class LayerCalls:
@@ -37,7 +64,7 @@ class LayerCalls:
         self._calls: list[TracedCall] = []
         self._inside: list[Any] = []
         self._counts: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
-        self._repeated: RepeatedCalls | None = None
+        self._repeated: _RepeatedCalls | None = None
 
     @property
     def repeats(self) -> bool:
@@ -62,7 +89,7 @@ class LayerCalls:
         names = {key: name_of_call(item) for key, item in items.items()}
         own = {key: vars(item)[names[key]] for key, item in items.items() if names[key] in vars(item)}
         self._calls, self._counts = [], defaultdict(itertools.count)
-        self._repeated = RepeatedCalls(graph, scope, own) if self._share else None
+        self._repeated = _RepeatedCalls(graph, scope, own) if self._share else None
         for key, item in items.items():
             vars(item)[names[key]] = self._recorded(item, getattr(item, names[key]), graph)
         try:
@@ -121,3 +148,170 @@ class LayerCalls:
 
 def _path(layers: Sequence[Any]) -> str:
     return "/".join(layer.name for layer in layers)
+
+
+class _RepeatedCalls:
+    """Records calls of Keras' own layers, and replaces repetitions.
+
+    Attributes:
+        templates: those of the calls that were repeated.
+
+    Args:
+        graph: the graph into which the model is traced.
+        scope: the trace's values of variables.
+        replaced: ids of layers whose ``call`` the user has replaced.
+    """
+
+    def __init__(self, graph: tf.Graph, scope: TraceScope, replaced: Collection[int]) -> None:
+        self.templates = Templates(graph)
+        self._graph, self._scope, self._replaced = graph, scope, replaced
+        self._first: dict[Hashable, FirstCall | None] = {}
+        self._template_of: dict[Hashable, Template | None] = {}
+        self._given_up = _GIVEN_UP[graph] = threading.Event()
+
+    def call(
+        self,
+        layer: Any,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        calls: Sequence[TracedCall],
+        depth: int,
+    ) -> tuple[Any, Sequence[tuple[Sequence[Any], Nodes]]]:
+        """Calls a layer, or makes a stand-in for the call.
+
+        Args:
+            layer: the layer.
+            original: what its ``call`` is.
+            args: its arguments.
+            kwargs: those with names.
+            calls: the calls that were traced; ``original`` adds those inside this one.
+            depth: the number of layers around this call, and its own.
+
+        Returns:
+            What the call returns; and for a stand-in the layers of each call inside, and its nodes in the template.
+        """
+        known = self._known(layer, args, kwargs)
+        if known is None:
+            return original(*args, **kwargs), ()
+        key, kind, inputs = known
+        if key in self._first:
+            template = self._template(key)
+            if template is not None:
+                return self._stand_in(template, kind, inputs)
+            return original(*args, **kwargs), ()
+        start, updates, losses = number_of_nodes(self._graph), len(self._scope.updates), len(self._scope.losses)
+        traced = len(calls)
+        returned = original(*args, **kwargs)
+        assigned = self._scope.updates[updates:]
+        places = {id(variable): place for place, variable in enumerate(kind.variables)}
+        self._first[key] = None
+        tensors = [*keras.tree.flatten(returned), *(value for _, value in assigned)]
+        complete = len(self._scope.losses) == losses and all(id(variable) in places for variable, _ in assigned)
+        if complete and all(tensor is None or _is_plain(tensor) for tensor in tensors):
+            self._first[key] = FirstCall(
+                kind,
+                inputs,
+                f"{self._graph.get_name_scope()}/",
+                start,
+                number_of_nodes(self._graph),
+                returned,
+                {places[id(variable)]: value for variable, value in assigned},
+                {id(tensor): tensor.shape for tensor in tensors if tensor is not None},
+                inherited_arguments(),
+                [dataclasses.replace(call, layers=call.layers[depth:]) for call in calls[traced:]],
+            )
+        return returned, ()
+
+    def _known(
+        self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Hashable, LayerKind, list[tf.Tensor]] | None:
+        """Returns all that a call depends on, and the tensors among it; None if that can't be told."""
+        kind = layer_kind(layer, self._replaced)
+        if kind is None or self._scope.observed or not is_current(self._scope) or has_scopes(self._graph):
+            return None
+        inherited = inherited_arguments()
+        if not all(map(_is_simple, inherited.values())):
+            return None
+        inputs: list[tf.Tensor] = []
+        arguments: list[Hashable] = [repr(sorted(inherited.items()))]
+        for leaf in keras.tree.flatten((args, kwargs)):
+            if isinstance(leaf, tf.Tensor) and getattr(leaf, "graph", None) is self._graph and _is_plain(leaf):
+                inputs.append(leaf)
+                sizes = None if leaf.shape.rank is None else tuple(leaf.shape.as_list())
+                arguments.append((leaf.dtype, sizes))
+            elif _is_simple(leaf):
+                arguments.append((type(leaf), repr(leaf)))
+            else:
+                return None
+        structure = repr(keras.tree.map_structure(lambda _: 0, (args, kwargs)))
+        roles = []
+        for variable in kind.variables:
+            value = self._scope.state_mapping.get(id(variable))
+            if value is None:
+                return None
+            inputs.append(value)
+            roles.append(self._scope.role_of(variable))
+        places = {id(tensor): place for place, tensor in reversed(list(enumerate(inputs)))}
+        same = tuple(places[id(tensor)] for tensor in inputs)
+        key = kind.key, structure, tuple(arguments), tuple(roles), same, autocast_dtype()
+        return key, kind, inputs
+
+    def _template(self, key: Hashable) -> Template | None:
+        """Returns what calls of a kind consist of; None if they can't be copied."""
+        if key not in self._template_of:
+            first = self._first[key]
+            self._template_of[key] = None if first is None else self.templates.add(first)
+        return self._template_of[key]
+
+    def _stand_in(
+        self, template: Template, kind: LayerKind, inputs: Sequence[tf.Tensor]
+    ) -> tuple[Any, Sequence[tuple[Sequence[Any], Nodes]]]:
+        """Makes a node that stands in for a call, with all else that the call does; returns the same as `call`."""
+        with self._graph.gradient_override_map({STAND_IN: _GRADIENT}):
+            tensors = tf.raw_ops.PartitionedCall(
+                args=[inputs[place] for place in template.used],
+                Tout=[dtype for dtype, _ in template.outputs.values()],
+                f=template.name,
+                name="repeated",
+            )
+        self.templates.add_stand_in(tensors[0].op.name, kind.layers)
+        outputs = dict(zip(template.outputs, tensors, strict=True))
+        for tensor, (_, shape) in zip(tensors, template.outputs.values(), strict=True):
+            tensor.set_shape(shape)
+            watch_operation(tensor, self._given_up.set)
+
+        def here(place: Place | None) -> Any:
+            if place is None:
+                return None
+            return inputs[place.output] if place.node < 0 else outputs[place]
+
+        for number, value in template.updates.items():
+            self._scope.add_update((kind.variables[number], here(value)))
+        if template.inherited:
+            inherit_arguments(template.inherited)
+        nested = [([kind.layers[number] for number in numbers], nodes) for numbers, nodes in template.nested]
+        return keras.tree.map_structure(here, template.returned), nested
+
+    def expand(self, graph_def: GraphDef) -> Expansion | None:
+        """Replaces stand-ins in the traced graph; returns None if something else than their tensors was used."""
+        return None if self._given_up.is_set() else self.templates.expand(graph_def)
+
+
+_GIVEN_UP: weakref.WeakKeyDictionary[tf.Graph, threading.Event] = weakref.WeakKeyDictionary()
+
+
+@tf.RegisterGradient(_GRADIENT)
+def _refuse(operation: Any, *_: Any) -> None:
+    """Gives up sharing in a trace that differentiates (by ``tf.gradients``, say) what a stand-in stands for."""
+    _GIVEN_UP[operation.graph].set()
+    raise LookupError(f"{operation.name!r} has no gradient: it stands in for a call that is to be traced")
+
+
+def _is_simple(value: Any) -> bool:
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _is_plain(tensor: tf.Tensor) -> bool:
+    """Returns whether a layer has noted nothing at a tensor: masks, or the logits for a loss."""
+    return all(value is None for value in vars(tensor).values())
