@@ -24,7 +24,7 @@ from dapple_tf.front.compared_steps import Outcome, Reasons, Run, compare_steps,
 from dapple_tf.front.training import Training
 from dapple_tf.front.verification import PlainSide, Verification, compare, computed_in
 from dapple_tf.frontend.attachment import has_own
-from dapple_tf.frontend.batch import Batch, Batches
+from dapple_tf.frontend.batch import Batch
 from dapple_tf.frontend.batch_sizes import whole_number
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.model_front import in_one_thread
@@ -330,29 +330,30 @@ class PipelinedModel(Training):
                 f"profile_step() would fetch all values of model {self.model.name!r} into this process, to bring them "
                 f"back afterwards: call sync() first if they fit, or give train=True to train on this batch"
             )
-        batches: Iterator[Batch]
+        batches: Iterator[tuple[Batch, float | None]]
         if isinstance(x, OnWorkers):
             batches = self._batches_on_workers(x, y=y, sample_weight=sample_weight)
         else:
-            batches = itertools.repeat(self._one_batch(Mode.TRAIN, (x, y, sample_weight)))
+            batches = itertools.repeat((self._one_batch(Mode.TRAIN, (x, y, sample_weight)), None))
         if not train:
             self.sync()
         run = self._runtime.train if train else functools.partial(self._runtime.run, Mode.TRAIN)
 
         def untraced() -> float:
-            batch = next(batches)
+            batch, _ = next(batches)
             started = time.perf_counter()
             run(batch)
             return time.perf_counter() - started
 
         try:
             for _ in range(warm_up):
-                run(next(batches))
+                untraced()
             before = untraced()
-            traced = run(batch := next(batches), trace=True).traced
+            batch, waited = next(batches)
+            traced = run(batch, trace=True).traced
             if traced is not None and traced.first:
-                traced = run(batch := next(batches), trace=True).traced
-            waited = batches.waited if isinstance(batches, _StepBatches) else None
+                batch, waited = next(batches)
+                traced = run(batch, trace=True).traced
             seconds = (before + untraced()) / 2
         finally:
             if not train:
@@ -363,15 +364,38 @@ class PipelinedModel(Training):
         ideal = planned(self.plan, self.profile, self.cluster) if full else None
         return StepProfile(self._engine.measured(traced), self.plan, simulation, ideal, seconds, waited)
 
-    def _batches_on_workers(self, data: OnWorkers, **others: Any) -> _StepBatches:
-        """Returns batches that workers read, for steps that don't count; other arguments of steps are errors."""
+    def _batches_on_workers(self, data: OnWorkers, **others: Any) -> Iterator[tuple[Batch, float]]:
+        """Yields batches that workers read, each of the first one's size, and the seconds that its step waited for it.
+
+        Each is read while the step before runs, as in ``fit``. After the last one comes the first one of another round.
+
+        Args:
+            data: the data.
+            others: other arguments of a step, which are errors.
+
+        Raises:
+            DataError: a batch can't be read, or there is none.
+        """
         arguments = {"x": data.apart, **others}
         bound = arguments_on_workers("fit", arguments, self._runtime.reading(), self._engine.data.groups)["x"]
-        return _StepBatches(
-            lambda: self._batches(Mode.TRAIN, iter(bound)),
-            functools.partial(self._next, Mode.TRAIN),
-            self._runtime.prepare,
-        )
+        samples: int | None = None
+        started = time.perf_counter()
+        while True:
+            batches, number = self._batches(Mode.TRAIN, iter(bound)), 0
+            while True:
+                try:
+                    batch = self._next(Mode.TRAIN, batches)
+                except StopIteration:
+                    break
+                number += 1
+                samples = batch.samples if samples is None else samples
+                if batch.samples == samples:
+                    self._runtime.prepare(batch)
+                    batches.prefetch()
+                    yield batch, time.perf_counter() - started
+                    started = time.perf_counter()
+            if not number:
+                raise DataError("the data have no batch at all; give at least one")
 
     @property
     def placement(self) -> Mapping[int, OpPlacement]:
@@ -431,55 +455,3 @@ def _bound(method: str, args: tuple[Any, ...], kwargs: dict[str, Any], others: t
     if twice:
         raise TypeError(f"{method}() got {twice[0]!r} twice, by position and by name")
     return positional | kwargs
-
-
-class _StepBatches(Iterator[Batch]):
-    """Batches of one size, without end: each is read while the step before runs, as in ``fit``.
-
-    Attributes:
-        waited: seconds that the last step waited for its batch.
-    """
-
-    def __init__(
-        self,
-        begin: Callable[[], Batches],
-        following: Callable[[Batches], Batch],
-        prepare: Callable[[Batch], None],
-    ) -> None:
-        """Begins the first round.
-
-        Args:
-            begin: begins a round of the data.
-            following: returns the next batch of a round.
-            prepare: has a batch where the step takes it, before the batch after it is read.
-        """
-        self.waited = 0.0
-        self._begin, self._following, self._prepare = begin, following, prepare
-        self._round = begin()
-        self._samples: int | None = None
-
-    def __next__(self) -> Batch:
-        """Returns the next batch; after the last one of the first one's size, the first one of another round.
-
-        Raises:
-            DataError: it can't be read, or there is none.
-        """
-        started = time.perf_counter()
-        batch = self._read()
-        while self._samples not in (None, batch.samples):
-            batch = self._read()
-        self._samples = batch.samples
-        self._prepare(batch)
-        self._round.prefetch()
-        self.waited = time.perf_counter() - started
-        return batch
-
-    def _read(self) -> Batch:
-        try:
-            return self._following(self._round)
-        except StopIteration:
-            self._round = self._begin()
-        try:
-            return self._following(self._round)
-        except StopIteration:
-            raise DataError("the data have no batch at all; give at least one") from None

@@ -476,7 +476,7 @@ class Reading:
         """Takes a batch as a step does; returns its first array."""
         number = self.data.prepare(address)
         (reader,) = self.data._readers.values()
-        batch = self.session.run(f"{reader.drop}:0", {reader.number: number})
+        batch = self.session.run(reader.at("drop:0"), {reader.at("number:0"): number})
         self.data.taken(address, [reader.host])
         own: list[Any] = np.asarray(batch).tolist()
         return own

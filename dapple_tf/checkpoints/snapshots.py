@@ -31,7 +31,7 @@ class Snapshot:
     """A snapshot in the servers' memory.
 
     Attributes:
-        shards: shard -> its variables.
+        shards: shard -> the names of its variables in files.
         writers: shard -> the server that writes it.
     """
 
@@ -57,10 +57,6 @@ class Snapshot:
             raise CheckpointError(f"the servers can't write to {place}: {reason(error)}") from error
         finally:
             self._release()
-
-    def discard(self) -> None:
-        """Gives up writing the snapshot; the next one drops it."""
-        self._release()
 
 
 class Snapshots:
@@ -102,7 +98,15 @@ class Snapshots:
         return Snapshot(graph, self._session, self._busy.release)
 
     def restore(self, path: pathlib.Path, located: Mapping[str, tuple[str, str]]) -> None:
-        """Has the servers read variables from files; see `LiveValues.fill`."""
+        """Has the servers read variables from files, which are unchanged after an error.
+
+        Args:
+            path: directory of the files.
+            located: variable -> (name of its tensor bundle there, its name in it). Others stay as they are.
+
+        Raises:
+            CheckpointError: a file is damaged, or a server can't read it.
+        """
         if self._restoring is None or self._restoring[0] != located:
             self._restorations += 1
             made = _RestoreGraph(f"restore{self._restorations}", self._holdings(), located)
@@ -141,7 +145,7 @@ class _SnapshotGraph:
         write: nodes that write the snapshot and drop it.
         prefixes: shard -> placeholder of the path of its files.
         writers: shard -> server that writes it.
-        shards: shard -> its variables.
+        shards: shard -> the names of its variables in files.
     """
 
     def __init__(self, name: str, holdings: Sequence[Holding], keys: Mapping[str, str]) -> None:
@@ -183,15 +187,15 @@ class _SnapshotGraph:
             )
             staged = builder.add(f"{shard}/taken", "Unstage", device=host, **area)
             place = builder.append(placeholder(f"{shard}/prefix", _STRING))
+            self.shards[shard] = tuple(keys[variable.name] for variable in variables)
             inputs = [
                 place,
-                _strings(builder, f"{shard}/keys", [keys[variable.name] for variable in variables], host),
+                _strings(builder, f"{shard}/keys", self.shards[shard], host),
                 _strings(builder, f"{shard}/slices", [""] * len(variables), host),
                 *(Ref(staged.node, output) for output in range(len(variables))),
             ]
             self.write.append(builder.add(f"{shard}/write", "SaveV2", inputs, device=host, dtypes=dtypes).node)
             self.prefixes[shard], self.writers[shard] = place.node, host
-            self.shards[shard] = tuple(variable.name for variable in variables)
         merge_library(self.graph, functions)
 
 

@@ -40,7 +40,6 @@ from dapple_tf.errors import DataError, NonFiniteLossError
 from dapple_tf.execution.builds import PREPARED_STEPS, StepResult
 from dapple_tf.execution.engine import Engine
 from dapple_tf.execution.runtime import Runtime
-from dapple_tf.execution.step_passes import pipeline
 from dapple_tf.execution.terminal import beside_progress_bar
 from dapple_tf.front.argument_checks import check_cuts
 from dapple_tf.frontend.attachment import Hooks, Sync, attached, behind, entered
@@ -99,7 +98,7 @@ class Training(ModelFront):
         self._runtime = Runtime(
             *(model, cluster, plan, profile, faults or FaultPolicy(), operator_costs),
             quiet=quiet,
-            pipeline=pipeline(self._own_passes),
+            passes=self._own_passes,
             prepared_steps=prepared_steps,
         )
         self._start()
@@ -418,7 +417,9 @@ class Training(ModelFront):
         """
 
         def function(iterator: Any) -> dict[str, Any]:
-            batches = self._pass(mode, iterator)
+            batches = self._passes.get(mode)
+            if batches is None or batches.iterator is not iterator:
+                batches = self._passes[mode] = self._batches(mode, iterator)
             for step in range(self.model.steps_per_execution):
                 if batches.skip():
                     self._begun.add(mode)
@@ -454,7 +455,8 @@ class Training(ModelFront):
         if prefetch is not None:
             prefetch()
         waited = time.perf_counter() - started
-        self._step(mode, batch)
+        result = self._train(batch) if mode is Mode.TRAIN else self._runtime.run(mode, batch)
+        self._runtime.metrics.update(mode.value, result.metrics, result.loss, batch.samples)
         self._run_specs[mode] = batch.spec
         if mode is Mode.TRAIN and self._monitor.callback is not None:
             self._monitor.callback.stepped(batch.samples, time.perf_counter() - started, waited)
@@ -465,13 +467,6 @@ class Training(ModelFront):
         if mode is Mode.TRAIN and self._monitor.callback is not None:
             logs |= self._monitor.callback.latest
         return logs
-
-    def _pass(self, mode: Mode, iterator: Iterable[Any]) -> Batches:
-        """Returns the batches of an iterator; the following ones if it is the same iterator again."""
-        before = self._passes.get(mode)
-        if before is None or before.iterator is not iterator:
-            self._passes[mode] = self._batches(mode, iterator)
-        return self._passes[mode]
 
     def _batches(self, mode: Mode, iterator: Iterable[Any]) -> Batches:
         return Batches(self.model, iterator, known=self._specs.get(mode), cut=self.plan.cuts_batches)
@@ -492,11 +487,6 @@ class Training(ModelFront):
 
     def _one_batch(self, mode: Mode, data: Any) -> Batch:
         return self._next(mode, self._batches(mode, [data]))
-
-    def _step(self, mode: Mode, batch: Batch) -> None:
-        """Runs one training or test step and updates the metrics."""
-        result = self._train(batch) if mode is Mode.TRAIN else self._runtime.run(mode, batch)
-        self._runtime.metrics.update(mode.value, result.metrics, result.loss, batch.samples)
 
     def _train(self, batch: Batch, *, trace: bool = False) -> StepResult:
         self._follow_plan()
@@ -541,7 +531,7 @@ class Training(ModelFront):
         for item in items:
             batch = self._one_batch(Mode.PREDICT, item)
             tensors = [tf.convert_to_tensor(array) for array in self._runtime.run(Mode.PREDICT, batch).outputs]
-            outputs.append(keras.tree.pack_sequence_as(self._engine.output_structure(batch.spec), tensors))
+            outputs.append(keras.tree.pack_sequence_as(self._engine.table.outputs[batch.spec.key], tensors))
         if len(outputs) == 1:
             return outputs[0]
         return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)

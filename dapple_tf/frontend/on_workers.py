@@ -209,11 +209,6 @@ def address_of(arrays: Sequence[Any]) -> Address | None:
     return arrays[0].address if arrays and isinstance(arrays[0], RemoteArray) else None
 
 
-def read_by(address: Address | None) -> dict[str, bool]:
-    """Returns who reads a batch, as options of the kind of its step."""
-    return {"on_workers": address is not None, "in_parts": address is not None and address.source.in_parts}
-
-
 Read = Callable[[Address], "Sequence[Shape] | None"]
 """Has workers read a batch; returns the shapes of its arrays, or None if the round has ended before."""
 
