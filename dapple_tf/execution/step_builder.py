@@ -210,7 +210,7 @@ class StepBuilder:
     def _complete(self, built: Build, kind: StepKind, arrangement: Arrangement) -> tuple[Program, list[Pass]]:
         """Returns a complete step of stage functions, and the passes that made it."""
         keys = collective_keys(sum_keys(built.program, self.passes.layout(kind.samples)))
-        return _completed(self.passes, built, kind, arrangement, self.holdings, keys, self._timing.of_passes)
+        return complete_step(self.passes, built, kind, arrangement, self.holdings, keys, self._timing.of_passes)
 
     # ---- looking inside
 
@@ -264,7 +264,7 @@ def planned_step(
     program = run_passes(captured, passes.stage_passes(Mode.TRAIN, "train_", uncut=spec.uncut))
     source = training_source(model, passes, table, spec, program)
     kind = full_step(source, plan)
-    complete = complete_step(passes, source, kind)
+    complete, _ = complete_step(passes, source.built, kind, source.arrangement, source.holdings)
     placer = passes.placer(operator_costs)
     return complete if placer is None else placer.place(complete, source.built.input_shapes(kind), {}).program
 
@@ -291,23 +291,15 @@ def full_step(source: StepSource, plan: Plan) -> StepKind:
 
 
 def complete_step(
-    passes: StepPasses, source: StepSource, kind: StepKind, instruments: Sequence[Instrument] = ()
-) -> Program:
-    """Returns a step after all passes, except placement of single operators."""
-    built, arrangement, held = source.built, source.arrangement, source.holdings
-    return _completed(passes, built, kind, arrangement, held, 1, lambda *_: instruments)[0]
-
-
-def _completed(
     passes: StepPasses,
     built: Build,
     kind: StepKind,
     arrangement: Arrangement,
     holdings: Sequence[Holding],
-    first_key: int,
-    instruments: Callable[[Sequence[Pass], int], Sequence[Instrument]],
+    first_key: int = 1,
+    instruments: Callable[[Sequence[Pass], int], Sequence[Instrument]] = lambda *_: (),
 ) -> tuple[Program, list[Pass]]:
-    """Returns a complete step of stage functions, and the passes that made it.
+    """Returns a step after all passes but placement of single operators, and the passes that made it.
 
     Args:
         passes: the passes of the plan.

@@ -59,62 +59,37 @@ def check_combination(
         TypeError: an argument means nothing beside the others.
     """
     places = placement == FD_DPS or (plan is not None and plan.places_operators)
-    planned = 0 if plan is None else plan.global_batch_size
-    why_no_trial = "got a plan" if plan is not None else f"places all operators by placement={FD_DPS!r}"
     names = ", ".join(planning)
-    rows = (
-        (
-            placement not in (None, FD_DPS),
-            PlanError(f"unknown placement {placement!r}; use {FD_DPS!r}, or leave it out"),
-        ),
-        (
-            plan is None and global_batch_size is None,
-            PlanError("transform() got neither a plan nor a global_batch_size; give one of them"),
-        ),
-        (
-            not isinstance(by_trial, bool),
-            TypeError(f"by_trial is {by_trial!r}; give True or False"),
-        ),
-        (
-            by_trial and (plan is not None or places),
-            TypeError(f"transform() {why_no_trial}, so that there are no plans to try; leave by_trial out"),
-        ),
-        (
-            planning and places,
-            TypeError(
-                f"transform() places operators, for which nothing is searched that {names} would be about; leave them "
-                f"out"
-            ),
-        ),
-        (
-            operator_costs is not None and not places,
-            TypeError(
-                f"transform() got operator_costs, which mean nothing unless operators are placed; add "
-                f"placement={FD_DPS!r}, or leave them out"
-            ),
-        ),
-        (
-            plan is None and not places and not cluster.real,
-            PlanError(
-                "this cluster is a description without real devices: plan for it with dapple_tf.plan(), and transform "
-                "on a real one"
-            ),
-        ),
-        (
-            planning and plan is not None,
-            TypeError(f"transform() got a plan, so that {names} mean nothing; leave them out"),
-        ),
-        (
-            plan is not None and global_batch_size not in (None, planned),
-            PlanError(
-                f"transform() got global_batch_size={global_batch_size} and a plan for {planned}; leave "
-                f"global_batch_size out, or make a plan for it"
-            ),
-        ),
-    )
-    for wrong, error in rows:
-        if wrong:
-            raise error
+    if placement not in (None, FD_DPS):
+        raise PlanError(f"unknown placement {placement!r}; use {FD_DPS!r}, or leave it out")
+    if plan is None and global_batch_size is None:
+        raise PlanError("transform() got neither a plan nor a global_batch_size; give one of them")
+    if not isinstance(by_trial, bool):
+        raise TypeError(f"by_trial is {by_trial!r}; give True or False")
+    if by_trial and (plan is not None or places):
+        why = "got a plan" if plan is not None else f"places all operators by placement={FD_DPS!r}"
+        raise TypeError(f"transform() {why}, so that there are no plans to try; leave by_trial out")
+    if planning and places:
+        raise TypeError(
+            f"transform() places operators, for which nothing is searched that {names} would be about; leave them out"
+        )
+    if operator_costs is not None and not places:
+        raise TypeError(
+            f"transform() got operator_costs, which mean nothing unless operators are placed; add "
+            f"placement={FD_DPS!r}, or leave them out"
+        )
+    if plan is None and not places and not cluster.real:
+        raise PlanError(
+            "this cluster is a description without real devices: plan for it with dapple_tf.plan(), and transform on a "
+            "real one"
+        )
+    if planning and plan is not None:
+        raise TypeError(f"transform() got a plan, so that {names} mean nothing; leave them out")
+    if plan is not None and global_batch_size not in (None, plan.global_batch_size):
+        raise PlanError(
+            f"transform() got global_batch_size={global_batch_size} and a plan for {plan.global_batch_size}; leave "
+            f"global_batch_size out, or make a plan for it"
+        )
 
 
 def check_passes(passes: object) -> None:

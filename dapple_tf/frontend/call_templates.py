@@ -159,9 +159,6 @@ class Templates:
         self._by_name: dict[str, Template] = {}
         self._layers: dict[str, Sequence[Any]] = {}
 
-    def __len__(self) -> int:
-        return len(self._by_name)
-
     def stands_for(self, node: NodeDef) -> Template | None:
         """Returns the template for which a node stands; None for other nodes."""
         return self._by_name.get(node.attr["f"].func.name) if node.op == STAND_IN else None

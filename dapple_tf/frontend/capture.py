@@ -219,34 +219,31 @@ def capture(
     return program
 
 
+@dataclasses.dataclass(eq=False)
 class _Tracing:
     """One trace.
 
-    Args:
+    Attributes:
         model, table, mode, spec, training, gpus: see `capture`.
         own: whether it is the model's own step.
         share: whether equal calls of layers may be traced once.
         sized: whether for one size of batches instead of any: that at hand if there is one.
     """
 
-    def __init__(
-        self,
-        model: keras.Model,
-        table: VariableTable,
-        mode: Mode,
-        spec: BatchSpec,
-        training: bool,
-        own: bool,
-        gpus: bool,
-        share: bool = True,
-        sized: bool = False,
-    ) -> None:
-        self.model, self.table, self.mode, self.spec, self.training = model, table, mode, spec, training
-        self.own, self.gpus, self.sized = own, gpus, sized
-        self.arguments = model, table, mode, spec, training, own, gpus
+    model: keras.Model
+    table: VariableTable
+    mode: Mode
+    spec: BatchSpec
+    training: bool
+    own: bool
+    gpus: bool
+    share: bool = True
+    sized: bool = False
+
+    def __post_init__(self) -> None:
         # What its own step does with tensors, such as differentiating, isn't known, nor what strings are used for.
-        self.share = share and not own and all(leaf.dtype != "string" for leaf in spec.leaves)
-        self.calls = LayerCalls(model, share=self.share)
+        self.share = self.share and not self.own and all(leaf.dtype != "string" for leaf in self.spec.leaves)
+        self.calls = LayerCalls(self.model, share=self.share)
         self.logs: TracedLogs | None = None
         self.structure: Any = None
 
@@ -274,7 +271,7 @@ class _Tracing:
 
     def _again(self, *, share: bool) -> Program:
         """Traces the model once more."""
-        tracing = _Tracing(*self.arguments, share)
+        tracing = dataclasses.replace(self, share=share)
         program = tracing.run()
         self.structure = tracing.structure
         return program
@@ -292,7 +289,7 @@ class _Tracing:
                 f"can't record: use keras.ops.where, keras.ops.cond or keras.ops.while_loop. TensorFlow says: "
                 + reason(error).partition(". ")[0]
             )
-        if _works(_Tracing(*self.arguments, share=False, sized=True).graph_of_trace):
+        if _works(dataclasses.replace(self, share=False, sized=True).graph_of_trace):
             return _takes_static_size(where, error)
         return CaptureError(f"{where} can't be traced: {reason(error)}")
 
@@ -362,7 +359,7 @@ class _Tracing:
 
     def _trace_own_step(self, scope: TraceScope, reads: OptimizerReads, data: Any) -> None:
         """Traces the model's own ``train_step`` or ``test_step``."""
-        logs, terms = run_own_step(self.model, self.table, f"{self.mode.value}_step", scope, reads, data)
+        logs, terms = run_own_step(f"{self.mode.value}_step", scope, reads, data)
         self.model_end = self.calls.end or number_of_nodes(self.graph)
         if self.mode is Mode.TRAIN:
             # A tape differentiates the sum of one number per sample; the slices' sums add up to it.
@@ -375,7 +372,7 @@ class _Tracing:
             self.loss = parts[0] if len(parts) == 1 else tf.add_n(parts)
         if self._has_new_metrics:
             return
-        self.logs = TracedLogs(self.model, self.table, self.mode.value, self.weight, scope, reads, logs)
+        self.logs = TracedLogs(self.mode.value, self.weight, scope, reads, logs)
         self.values |= self.logs.values
         self.initial |= self.logs.values
         self.more_updates = self.logs.updates

@@ -14,7 +14,7 @@ import itertools
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -64,12 +64,13 @@ class LayerCalls:
         self._calls: list[TracedCall] = []
         self._inside: list[Any] = []
         self._counts: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
-        self._repeated: _RepeatedCalls | None = None
+        self._first: dict[Hashable, FirstCall | None] = {}
+        self._template_of: dict[Hashable, Template | None] = {}
 
     @property
     def repeats(self) -> bool:
         """Whether nodes stand in for calls that repeat others."""
-        return self._repeated is not None and len(self._repeated.templates) > 0
+        return any(self._template_of.values())
 
     @property
     def end(self) -> int:
@@ -89,9 +90,11 @@ class LayerCalls:
         names = {key: name_of_call(item) for key, item in items.items()}
         own = {key: vars(item)[names[key]] for key, item in items.items() if names[key] in vars(item)}
         self._calls, self._counts = [], defaultdict(itertools.count)
-        self._repeated = _RepeatedCalls(graph, scope, own) if self._share else None
+        self._graph, self._scope, self._replaced = graph, scope, own
+        self._templates, self._first, self._template_of = Templates(graph), {}, {}
+        self._given_up = _GIVEN_UP[graph] = threading.Event()
         for key, item in items.items():
-            vars(item)[names[key]] = self._recorded(item, getattr(item, names[key]), graph)
+            vars(item)[names[key]] = self._recorded(item, getattr(item, names[key]))
         try:
             yield
         finally:
@@ -102,10 +105,10 @@ class LayerCalls:
                     del vars(item)[names[key]]
 
     def expanded(self, graph_def: GraphDef) -> Expansion | None:
-        """Returns the traced graph with all nodes; None if equal calls can't be shared in it."""
-        if self._repeated is None:
+        """Returns the traced graph with all nodes; None if something else than the tensors of stand-ins was used."""
+        if not self._share:
             return Expansion(graph_def, {}, range(len(graph_def.node) + 1))
-        return self._repeated.expand(graph_def)
+        return None if self._given_up.is_set() else self._templates.expand(graph_def)
 
     def calls(self, starts: Sequence[int]) -> tuple[LayerCall, ...]:
         """Returns the recorded calls, outer ones before those inside them.
@@ -116,25 +119,21 @@ class LayerCalls:
         calls = [LayerCall(_path(call.layers), *call.nodes(starts), call.number) for call in self._calls]
         return tuple(sorted(calls, key=lambda call: (call.start, -call.stop)))
 
-    def _recorded(self, item: Any, original: Callable[..., Any], graph: tf.Graph) -> Callable[..., Any]:
+    def _recorded(self, item: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if tf.compat.v1.get_default_graph() is not graph:  # the inside of a loop or a branch
+            if tf.compat.v1.get_default_graph() is not self._graph:  # the inside of a loop or a branch
                 return original(*args, **kwargs)
             self._inside.append(item)
             layers = tuple(self._inside)
-            start = number_of_nodes(graph)
-            nested: Sequence[tuple[Sequence[Any], Nodes]] = ()
+            start = number_of_nodes(self._graph)
             try:
-                if self._repeated is None:
-                    returned = original(*args, **kwargs)
-                else:
-                    returned, nested = self._repeated.call(item, original, args, kwargs, self._calls, len(layers))
+                returned, nested = self._called(item, original, args, kwargs, len(layers))
             except Exception:
                 self.failed_in = self.failed_in or _path(layers)
                 raise
             finally:
                 self._inside.pop()
-            stop = number_of_nodes(graph)
+            stop = number_of_nodes(self._graph)
             for inner, nodes in nested:
                 self._calls.append(TracedCall((*layers, *inner), start, stop, self._next(inner[-1]), nodes))
             self._calls.append(TracedCall(layers, start, stop, self._next(item)))
@@ -145,38 +144,10 @@ class LayerCalls:
     def _next(self, item: Any) -> int:
         return next(self._counts[id(item)])
 
+    # ---- equal calls
 
-def _path(layers: Sequence[Any]) -> str:
-    return "/".join(layer.name for layer in layers)
-
-
-class _RepeatedCalls:
-    """Records calls of Keras' own layers, and replaces repetitions.
-
-    Attributes:
-        templates: those of the calls that were repeated.
-
-    Args:
-        graph: the graph into which the model is traced.
-        scope: the trace's values of variables.
-        replaced: ids of layers whose ``call`` the user has replaced.
-    """
-
-    def __init__(self, graph: tf.Graph, scope: TraceScope, replaced: Collection[int]) -> None:
-        self.templates = Templates(graph)
-        self._graph, self._scope, self._replaced = graph, scope, replaced
-        self._first: dict[Hashable, FirstCall | None] = {}
-        self._template_of: dict[Hashable, Template | None] = {}
-        self._given_up = _GIVEN_UP[graph] = threading.Event()
-
-    def call(
-        self,
-        layer: Any,
-        original: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        calls: Sequence[TracedCall],
-        depth: int,
+    def _called(
+        self, layer: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], depth: int
     ) -> tuple[Any, Sequence[tuple[Sequence[Any], Nodes]]]:
         """Calls a layer, or makes a stand-in for the call.
 
@@ -185,13 +156,12 @@ class _RepeatedCalls:
             original: what its ``call`` is.
             args: its arguments.
             kwargs: those with names.
-            calls: the calls that were traced; ``original`` adds those inside this one.
             depth: the number of layers around this call, and its own.
 
         Returns:
             What the call returns; and for a stand-in the layers of each call inside, and its nodes in the template.
         """
-        known = self._known(layer, args, kwargs)
+        known = self._known(layer, args, kwargs) if self._share else None
         if known is None:
             return original(*args, **kwargs), ()
         key, kind, inputs = known
@@ -201,7 +171,7 @@ class _RepeatedCalls:
                 return self._stand_in(template, kind, inputs)
             return original(*args, **kwargs), ()
         start, updates, losses = number_of_nodes(self._graph), len(self._scope.updates), len(self._scope.losses)
-        traced = len(calls)
+        traced = len(self._calls)
         returned = original(*args, **kwargs)
         assigned = self._scope.updates[updates:]
         places = {id(variable): place for place, variable in enumerate(kind.variables)}
@@ -219,7 +189,7 @@ class _RepeatedCalls:
                 {places[id(variable)]: value for variable, value in assigned},
                 {id(tensor): tensor.shape for tensor in tensors if tensor is not None},
                 inherited_arguments(),
-                [dataclasses.replace(call, layers=call.layers[depth:]) for call in calls[traced:]],
+                [dataclasses.replace(call, layers=call.layers[depth:]) for call in self._calls[traced:]],
             )
         return returned, ()
 
@@ -261,7 +231,7 @@ class _RepeatedCalls:
         """Returns what calls of a kind consist of; None if they can't be copied."""
         if key not in self._template_of:
             first = self._first[key]
-            self._template_of[key] = None if first is None else self.templates.add(first)
+            self._template_of[key] = None if first is None else self._templates.add(first)
         return self._template_of[key]
 
     def _stand_in(
@@ -275,7 +245,7 @@ class _RepeatedCalls:
                 f=template.name,
                 name="repeated",
             )
-        self.templates.add_stand_in(tensors[0].op.name, kind.layers)
+        self._templates.add_stand_in(tensors[0].op.name, kind.layers)
         outputs = dict(zip(template.outputs, tensors, strict=True))
         for tensor, (_, shape) in zip(tensors, template.outputs.values(), strict=True):
             tensor.set_shape(shape)
@@ -292,10 +262,6 @@ class _RepeatedCalls:
             inherit_arguments(template.inherited)
         nested = [([kind.layers[number] for number in numbers], nodes) for numbers, nodes in template.nested]
         return keras.tree.map_structure(here, template.returned), nested
-
-    def expand(self, graph_def: GraphDef) -> Expansion | None:
-        """Replaces stand-ins in the traced graph; returns None if something else than their tensors was used."""
-        return None if self._given_up.is_set() else self.templates.expand(graph_def)
 
 
 _GIVEN_UP: weakref.WeakKeyDictionary[tf.Graph, threading.Event] = weakref.WeakKeyDictionary()
@@ -315,3 +281,7 @@ def _is_simple(value: Any) -> bool:
 def _is_plain(tensor: tf.Tensor) -> bool:
     """Returns whether a layer has noted nothing at a tensor: masks, or the logits for a loss."""
     return all(value is None for value in vars(tensor).values())
+
+
+def _path(layers: Sequence[Any]) -> str:
+    return "/".join(layer.name for layer in layers)
