@@ -16,6 +16,7 @@ from dapple_tf.checkpoints.checkpoint_files import checkpoints
 from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError, UnreadableCheckpointError
 from dapple_tf.checkpoints.data_position import TrainingData
 from dapple_tf.common.keras_private import can_convert_arrays, train_validation_split
+from dapple_tf.frontend.attachment import listed
 from dapple_tf.frontend.batch import spec_of
 from dapple_tf.frontend.capture import build
 from dapple_tf.frontend.variables import VariableTable
@@ -140,11 +141,10 @@ class CheckpointedFit(keras.callbacks.Callback):
         callbacks = given.get("callbacks")
         if isinstance(callbacks, keras.callbacks.CallbackList):
             return _SeenSteps(data, [*callbacks.callbacks, self], model=self.model)
-        own = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks] if callbacks is not None else []
         verbose = given.get("verbose", "auto")
         return _SeenSteps(
             data,
-            [*own, self],
+            [*listed(callbacks), self],
             add_history=True,
             add_progbar=verbose != 0,
             model=self.model,

@@ -393,12 +393,7 @@ class Runtime:
         """
         if self.values.deferred or batch.address is not None:
             return ""
-        arrays = iter(batch.arrays)
-
-        def given(tree: Any) -> Any:
-            return keras.tree.map_structure(lambda leaf: None if leaf is None else next(arrays), tree)
-
-        x, y, sample_weight = (given(tree) for tree in (batch.spec.x, batch.spec.y, batch.spec.sample_weight))
+        x, y, sample_weight = batch.spec.filled(batch.arrays)
         try:
             with keras.StatelessScope(collect_losses=True):
                 outputs = self.model(x)

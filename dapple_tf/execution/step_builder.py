@@ -33,7 +33,6 @@ from dapple_tf.variables.parameter_groups import Arrangement, whole_tables
 from graph_passes.errors import PassError
 from graph_passes.ir.group_update import GroupUpdate
 from graph_passes.ir.program import Program
-from graph_passes.ir.storage import bytes_of
 from graph_passes.pass_manager import Instrument, Pass, run_passes
 from graph_passes.passes.replicate import sum_keys
 from graph_passes.passes.update import Update, flush
@@ -153,18 +152,8 @@ class StepBuilder:
 
     def stored_bytes(self, program: Program, device: str) -> int:
         """Returns the bytes of the variables, optimizer slots and gradient accumulators on a device."""
-        if self.placer is None:
-            return self.passes.stored_bytes(program, self.holdings, device)
-        kept = [v for holding in self.holdings if device in holding.devices for v in holding.variables]
-        for stage in program.stages if self._plan.accumulates() else ():
-            accumulators = (variable for _, variable, _ in stage.gradients)
-            own = self.passes.devices[stage.index]
-            kept += [
-                v
-                for v in accumulators
-                if device in self.arrangement.storage_devices.get((stage.index, v.storage_name), own)
-            ]
-        return bytes_of(kept)
+        placed = self.arrangement.storage_devices
+        return self.passes.stored_bytes(program, self.holdings, device, placed=placed)
 
     # ---- steps
 

@@ -42,7 +42,7 @@ from dapple_tf.execution.engine import Engine
 from dapple_tf.execution.runtime import Runtime
 from dapple_tf.execution.terminal import beside_progress_bar
 from dapple_tf.front.argument_checks import check_cuts
-from dapple_tf.frontend.attachment import Hooks, Sync, attached, behind, entered
+from dapple_tf.frontend.attachment import Hooks, Sync, attached, behind, entered, listed
 from dapple_tf.frontend.batch import Batch, Batches, BatchSpec
 from dapple_tf.frontend.batch_sizes import BatchSizes, Predicted, check_has_batches, no_batch
 from dapple_tf.frontend.capture import Mode, check_model
@@ -230,9 +230,7 @@ class Training(ModelFront):
 
     def _watch_by(self, callbacks: Any, stack: contextlib.ExitStack) -> None:
         """Connects the user's `PipelineMonitor` to the steps, if the callbacks have one."""
-        given = getattr(callbacks, "callbacks", callbacks)
-        given = given if isinstance(given, (list, tuple)) else [given]
-        monitors = [callback for callback in given if isinstance(callback, PipelineMonitor)]
+        monitors = [callback for callback in listed(callbacks) if isinstance(callback, PipelineMonitor)]
         if len(monitors) > 1:
             raise ValueError(f"fit() got {len(monitors)} PipelineMonitors among its callbacks; give it one")
         stack.callback(setattr, self._monitor, "callback", self._monitor.callback)

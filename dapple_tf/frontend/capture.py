@@ -140,11 +140,7 @@ def build(model: keras.Model, table: VariableTable, spec: BatchSpec) -> None:
         return
 
     def symbolic(*, sized: bool = False) -> Any:
-        def tensor(leaf: Any) -> Any:
-            return None if leaf is None else keras.KerasTensor(_shape(leaf, sized=sized), leaf.dtype)
-
-        structures = (spec.x, spec.y, spec.sample_weight)
-        return tuple(None if tree is None else keras.tree.map_structure(tensor, tree) for tree in structures)
+        return spec.filled(keras.KerasTensor(_shape(leaf, sized=sized), leaf.dtype) for leaf in spec.leaves)
 
     try:
         with _outputs_as_declared(model):
@@ -302,15 +298,7 @@ class _Tracing:
             )
             for leaf in self.spec.leaves
         ]
-        leaves = iter(self.inputs)
-
-        def structure(tree: Any) -> Any:
-            if tree is None:
-                return None
-            flat = [None if leaf is None else next(leaves) for leaf in keras.tree.flatten(tree)]
-            return keras.tree.pack_sequence_as(tree, flat)
-
-        x, y, sample_weight = (structure(tree) for tree in (self.spec.x, self.spec.y, self.spec.sample_weight))
+        x, y, sample_weight = self.spec.filled(self.inputs)
         self.weight = placeholder("float64", [], name="slice_weight")
         self.number = placeholder("int32", [], name="slice_number")
         self.samples = placeholder("int32", [], name="slice_samples")

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from dapple_tf.errors import CaptureError, reason
 from dapple_tf.frontend.patching import replaced
-from graph_passes.ir.graph import LAYER_ATTR, GraphDef, Ref
+from graph_passes.ir.graph import LAYER_ATTR, GraphDef, Ref, all_nodes
 from graph_passes.ir.tensorflow_bridge import function_body_name, make_constant
 from graph_passes.ir.tensorflow_private import (
     code_of,
@@ -249,10 +249,9 @@ def _differentiate(operation: Any, *gradients: Any) -> list[Any]:
 
 def own_gradients(graph: GraphDef) -> None:
     """Gives the calls of ``tf.py_function`` in a GraphDef the gradients of their own slice."""
-    for nodes in (graph.node, *(function.node_def for function in graph.library.function)):
-        for node in nodes:
-            if node.op == _PYTHON_FUNCTION:
-                node.attr[_TYPE].s = _PYTHON_TYPE.encode()
+    for node in all_nodes(graph):
+        if node.op == _PYTHON_FUNCTION:
+            node.attr[_TYPE].s = _PYTHON_TYPE.encode()
 
 
 def check_py_functions(graph: GraphDef, addresses: Sequence[str]) -> None:
@@ -265,15 +264,14 @@ def check_py_functions(graph: GraphDef, addresses: Sequence[str]) -> None:
     Raises:
         CaptureError: the graph has Python code; the text names the layer.
     """
-    for nodes in (graph.node, *(function.node_def for function in graph.library.function)):
-        for node in nodes if addresses else ():
-            if node.op in _PYTHON_OPS:
-                layer = node.attr[LAYER_ATTR].s.decode() if LAYER_ATTR in node.attr else node.name
-                raise CaptureError(
-                    f"layer {layer!r} calls tf.py_function or tf.numpy_function: its Python code is in this process, "
-                    f"but the devices are those of workers ({', '.join(addresses)}). Write it with TensorFlow's "
-                    f"operations, move it into the input pipeline, or train on devices of this process"
-                )
+    for node in all_nodes(graph) if addresses else ():
+        if node.op in _PYTHON_OPS:
+            layer = node.attr[LAYER_ATTR].s.decode() if LAYER_ATTR in node.attr else node.name
+            raise CaptureError(
+                f"layer {layer!r} calls tf.py_function or tf.numpy_function: its Python code is in this process, but "
+                f"the devices are those of workers ({', '.join(addresses)}). Write it with TensorFlow's operations, "
+                f"move it into the input pipeline, or train on devices of this process"
+            )
 
 
 @tf.RegisterGradient(_PYTHON_TYPE)

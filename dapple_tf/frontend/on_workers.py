@@ -21,7 +21,7 @@ from tensorflow.core.framework import types_pb2
 
 from dapple_tf.common.keras_private import OwnAdapter
 from dapple_tf.errors import DataError, reason
-from graph_passes.ir.graph import GraphDef, NodeDef, Ref, copied_node, data_inputs
+from graph_passes.ir.graph import GraphDef, NodeDef, Ref, all_nodes, copied_node, data_inputs
 from graph_passes.ir.tensorflow_bridge import constant_value, function_graph, input_dtypes, is_stateful, op_def
 
 Shape = tuple[int, ...]
@@ -360,12 +360,11 @@ def _check_order(graph: GraphDef) -> None:
         constants = {node.name: node for node in body.node if node.op == "Const"}
         for node in body.node:
             _check_node(node, constants)
-    for nodes in (graph.node, *(function.node_def for function in graph.library.function)):
-        for node in nodes:
-            if "deterministic" in node.attr and node.attr["deterministic"].s == b"false":
-                node.attr["deterministic"].s = b"true"
-            if "sloppy" in node.attr:
-                node.attr["sloppy"].b = False
+    for node in all_nodes(graph):
+        if "deterministic" in node.attr and node.attr["deterministic"].s == b"false":
+            node.attr["deterministic"].s = b"true"
+        if "sloppy" in node.attr:
+            node.attr["sloppy"].b = False
 
 
 def _check_node(node: NodeDef, constants: Mapping[str, NodeDef]) -> None:
