@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import keras
 
-from dapple_tf.common.keras_private import inner_optimizer, tensorflow_variable
+from dapple_tf.common.keras_private import tensorflow_variable
 from dapple_tf.common.text import gib
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.layer_profile import Cost, LayerProfile
@@ -19,7 +19,7 @@ from dapple_tf.describe.plan_values import integer
 from dapple_tf.describe.profile import Profile
 from dapple_tf.frontend.capture import check_model
 from dapple_tf.frontend.initialization import initial_of
-from dapple_tf.frontend.optimizer_checks import check_optimizer
+from dapple_tf.frontend.optimizer_checks import check_optimizer, needs_all_gradients
 from dapple_tf.measuring.device_speeds import measure_speeds
 from dapple_tf.measuring.example_batch import EXAMPLES, ExampleBatch
 from dapple_tf.measuring.links import measure_links
@@ -97,8 +97,13 @@ def plan_model(
     profiled, cluster = measured(model, cluster, global_batch_size, profiled, budget=budget, **examples)
     check_optimizer(model.optimizer, model.trainable_variables)  # It makes the slots, which count below.
     request = PlanRequest(profiled, beside_values(model, cluster), global_batch_size, **options)
-    request = _to_run(request, model.optimizer)
-    plan = _tried(model, request, **examples) if by_trial else find(request)
+    if needs_all_gradients(model.optimizer):  # Its updates can't be left to the next step.
+        request = dataclasses.replace(request, only=request.features & WITH_ALL_GRADIENTS)
+    if by_trial:
+        plans = rivals(request) or [find(request)]  # It says why nothing fits.
+        plan = fastest_plan(model, request.cluster, plans, ExampleBatch.of(model, **examples))
+    else:
+        plan = find(request)
     logger.info("%s", plan)
     return Planned(plan, profiled, cluster)
 
@@ -133,16 +138,6 @@ def beside_values(model: keras.Model, cluster: Cluster) -> Cluster:
 @functools.cache
 def _warn_once(text: str) -> None:
     logger.warning("%s", text)
-
-
-def _tried(model: keras.Model, request: PlanRequest, **examples: Any) -> Plan:
-    """Returns the plan that really is the fastest of `rivals`.
-
-    Raises:
-        PlanError: nothing fits.
-    """
-    plans = rivals(request) or [find(request)]  # It says why nothing fits.
-    return fastest_plan(model, request.cluster, plans, ExampleBatch.of(model, **examples))
 
 
 def measured(
@@ -207,16 +202,6 @@ def _fits_everywhere(profiled: Profile, cluster: Cluster, samples: int) -> bool:
             logger.info("device %d hasn't the memory for the model: matrices measure the speed of devices", members[0])
             return False
     return True
-
-
-def _to_run(request: PlanRequest, optimizer: keras.optimizers.Optimizer) -> PlanRequest:
-    """Returns the request for a plan whose steps keep its promises.
-
-    Updates can't be left to the next step if the optimizer needs all gradients before its first update.
-    """
-    inner = inner_optimizer(optimizer)
-    needs_all = inner is not optimizer or getattr(inner, "global_clipnorm", None) is not None
-    return dataclasses.replace(request, only=request.features & WITH_ALL_GRADIENTS) if needs_all else request
 
 
 def slice_sizes(global_batch_size: int, devices: int) -> tuple[int, ...]:

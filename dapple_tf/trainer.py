@@ -5,23 +5,27 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import itertools
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 
+from dapple_tf.checkpoints.checkpointing import Checkpointing
 from dapple_tf.dumps.dump import dump
-from dapple_tf.errors import DappleError, DataError, WorkerLostError
+from dapple_tf.errors import DappleError, DataError, WorkerLostError, check_names
 from dapple_tf.execution.builds import StepRequest, StepResult
 from dapple_tf.execution.elastic import FaultRecord, GrowthRecord
 from dapple_tf.execution.notes import Note
 from dapple_tf.front.compared_steps import Outcome, Reasons, Run, compare_steps, pipelined_steps
-from dapple_tf.front.keras_methods import KerasMethods
+from dapple_tf.front.training import Training
 from dapple_tf.front.verification import PlainSide, Verification, compare, computed_in
-from dapple_tf.frontend.batch import Batch, Batches
+from dapple_tf.frontend.attachment import has_own
+from dapple_tf.frontend.batch import Batch
+from dapple_tf.frontend.batch_sizes import whole_number
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.model_front import in_one_thread
 from dapple_tf.frontend.on_workers import OnWorkers, arguments_on_workers
@@ -30,8 +34,28 @@ from dapple_tf.simulation.planned import planned
 from dapple_tf.tracing.step_profile import StepProfile
 from graph_passes.ir.graph import GraphDef
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
-class PipelinedModel(KerasMethods):
+
+@functools.cache  # Called for each step.
+def _parameters(method: str) -> dict[str, inspect.Parameter]:
+    """Returns the parameters of a method of ``keras.Model``, without ``self``, by their names."""
+    own: Callable[..., Any] = getattr(keras.Model, method)
+    _, *parameters = inspect.signature(own).parameters.values()
+    return {each.name: each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD}
+
+
+def _as_keras(method: _Method) -> _Method:
+    """Gives a method the signature of Keras' own, with keyword arguments of ours behind, for help and completion."""
+    signature = inspect.signature(method)
+    self, *given = signature.parameters.values()
+    ours = [each for each in given if each.kind is each.KEYWORD_ONLY]
+    theirs = _parameters(method.__name__).values()
+    vars(method)["__signature__"] = signature.replace(parameters=[self, *theirs, *ours])
+    return method
+
+
+class PipelinedModel(Training):
     """A Keras model that trains as a pipeline.
 
     ``fit``, ``evaluate``, ``predict`` and the ``*_on_batch`` methods are those of the user's model, whose training,
@@ -57,6 +81,117 @@ class PipelinedModel(KerasMethods):
         last_step_seconds: time of the last training step, from feeding the devices to their results, without what
             Keras does before and after.
     """
+
+    # ---- Keras' methods: arguments are given by position or by name, as Keras takes them or the model's own method
+
+    def _batch_size(self, given: Any) -> int:
+        """Returns the batch size for cutting arrays: the plan's global batch size, unless another is given."""
+        return self.plan.global_batch_size if given is None else whole_number("batch_size", given)
+
+    @_as_keras
+    @in_one_thread
+    def fit(self, *args: Any, checkpoint: Checkpointing | None = None, resume: bool = False, **kwargs: Any) -> Any:
+        """Runs ``keras.Model.fit``; ``batch_size`` and ``validation_batch_size`` are by default the plan's.
+
+        Batches of another size are cut into micro-batches of about the plan's size. A message says so once, because the
+        plan's times and memory don't hold for them.
+
+        A model's own ``fit`` (``evaluate``, ``predict``) gets the arguments as they are given, whatever it takes; the
+        above, and checkpoints, are for the call of Keras' method in it.
+
+        Args:
+            args: as for Keras: x, y, batch_size, epochs, verbose, callbacks and the others, in its order.
+            checkpoint: when and where to save checkpoints, in the background.
+            resume: whether to resume from the newest checkpoint of that directory, if it has any: with the same plan,
+                devices and data, as if training hadn't stopped. Checkpoints don't hold the callbacks' own state.
+            kwargs: as for Keras.
+
+        Raises:
+            DataError: batches change their structure or shape, or there are none.
+            NonFiniteLossError: the loss isn't finite and the transform was told to stop.
+            CheckpointError: the checkpoint to resume from is damaged, or of another model or other data; or another
+                training uses the directory; or, at the end of training, the last checkpoint couldn't be written.
+            TypeError: Keras' method doesn't have an argument, or ``checkpoint`` isn't a Checkpointing.
+            ValueError: ``resume`` without ``checkpoint``.
+            DappleError: another thread uses the pipelined model; or ``checkpoint`` for a model whose own ``fit`` calls
+                Keras' method more than once, or never.
+        """
+        if not isinstance(checkpoint, Checkpointing | None):
+            raise TypeError(f"checkpoint is {checkpoint!r:.60}; give a dapple_tf.Checkpointing(directory)")
+        if resume and checkpoint is None:
+            raise ValueError("resume=True goes on from a checkpoint; give checkpoint=Checkpointing(directory), too")
+        calls = 0
+
+        def fit(_: str, **arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            size = arguments["batch_size"] = self._batch_size(arguments.get("batch_size"))
+            arguments["validation_batch_size"] = arguments.get("validation_batch_size") or size
+            if checkpoint is None:
+                return self._call("fit", **arguments)
+            if calls > 1:
+                raise self._unsaved("calls Keras' fit() more than once")
+            return self._fit_with_checkpoints(checkpoint, resume, arguments)
+
+        result = self._called("fit", fit, args, kwargs, ("checkpoint", "resume"))
+        if checkpoint is not None and not calls:
+            raise self._unsaved("never calls Keras' fit()")
+        return result
+
+    def _unsaved(self, what: str) -> DappleError:
+        return DappleError(
+            f"fit(checkpoint=...) saves in one call of keras.Model.fit, but the own fit() of model {self.model.name!r} "
+            f"{what}: leave checkpoint out, and call save_checkpoint() where values are to be saved"
+        )
+
+    @_as_keras
+    @in_one_thread
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs ``keras.Model.evaluate``, forward only; ``batch_size`` is by default the plan's global batch size."""
+        return self._called("evaluate", self._sized, args, kwargs)
+
+    @_as_keras
+    @in_one_thread
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs ``keras.Model.predict``, forward only; ``batch_size`` is by default the plan's global batch size."""
+        return self._called("predict", self._sized, args, kwargs)
+
+    @_as_keras
+    @in_one_thread
+    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs ``keras.Model.train_on_batch``."""
+        return self._called("train_on_batch", self._on_batch, args, kwargs)
+
+    @_as_keras
+    @in_one_thread
+    def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs ``keras.Model.test_on_batch``."""
+        return self._called("test_on_batch", self._on_batch, args, kwargs)
+
+    @_as_keras
+    @in_one_thread
+    def predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs ``keras.Model.predict_on_batch``."""
+        return self._called("predict_on_batch", self._call, args, kwargs)
+
+    def _called(
+        self,
+        method: str,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        others: tuple[str, ...] = (),
+    ) -> Any:
+        """Calls a model's method; Keras' own as ``run(method, ...)``, with arguments by name."""
+        if not has_own(self.model, method):
+            return run(method, **_bound(method, args, kwargs, others))
+        return self._call_own(method, lambda *own, **named: run(method, **_bound(method, own, named)), *args, **kwargs)
+
+    def _sized(self, method: str, **arguments: Any) -> Any:
+        arguments["batch_size"] = self._batch_size(arguments.get("batch_size"))
+        return self._call(method, **arguments)
+
+    # ---- verifying, dumping, tracing and measuring
 
     @in_one_thread
     def verify(
@@ -195,29 +330,30 @@ class PipelinedModel(KerasMethods):
                 f"profile_step() would fetch all values of model {self.model.name!r} into this process, to bring them "
                 f"back afterwards: call sync() first if they fit, or give train=True to train on this batch"
             )
-        batches: Iterator[Batch]
+        batches: Iterator[tuple[Batch, float | None]]
         if isinstance(x, OnWorkers):
             batches = self._batches_on_workers(x, y=y, sample_weight=sample_weight)
         else:
-            batches = itertools.repeat(self._one_batch(Mode.TRAIN, (x, y, sample_weight)))
+            batches = itertools.repeat((self._one_batch(Mode.TRAIN, (x, y, sample_weight)), None))
         if not train:
             self.sync()
         run = self._runtime.train if train else functools.partial(self._runtime.run, Mode.TRAIN)
 
         def untraced() -> float:
-            batch = next(batches)
+            batch, _ = next(batches)
             started = time.perf_counter()
             run(batch)
             return time.perf_counter() - started
 
         try:
             for _ in range(warm_up):
-                run(next(batches))
+                untraced()
             before = untraced()
-            traced = run(batch := next(batches), trace=True).traced
+            batch, waited = next(batches)
+            traced = run(batch, trace=True).traced
             if traced is not None and traced.first:
-                traced = run(batch := next(batches), trace=True).traced
-            waited = batches.waited if isinstance(batches, _StepBatches) else None
+                batch, waited = next(batches)
+                traced = run(batch, trace=True).traced
             seconds = (before + untraced()) / 2
         finally:
             if not train:
@@ -228,15 +364,38 @@ class PipelinedModel(KerasMethods):
         ideal = planned(self.plan, self.profile, self.cluster) if full else None
         return StepProfile(self._engine.measured(traced), self.plan, simulation, ideal, seconds, waited)
 
-    def _batches_on_workers(self, data: OnWorkers, **others: Any) -> _StepBatches:
-        """Returns batches that workers read, for steps that don't count; other arguments of steps are errors."""
+    def _batches_on_workers(self, data: OnWorkers, **others: Any) -> Iterator[tuple[Batch, float]]:
+        """Yields batches that workers read, each of the first one's size, and the seconds that its step waited for it.
+
+        Each is read while the step before runs, as in ``fit``. After the last one comes the first one of another round.
+
+        Args:
+            data: the data.
+            others: other arguments of a step, which are errors.
+
+        Raises:
+            DataError: a batch can't be read, or there is none.
+        """
         arguments = {"x": data.apart, **others}
         bound = arguments_on_workers("fit", arguments, self._runtime.reading(), self._engine.data.groups)["x"]
-        return _StepBatches(
-            lambda: self._batches(Mode.TRAIN, iter(bound)),
-            functools.partial(self._next, Mode.TRAIN),
-            self._runtime.prepare,
-        )
+        samples: int | None = None
+        started = time.perf_counter()
+        while True:
+            batches, number = self._batches(Mode.TRAIN, iter(bound)), 0
+            while True:
+                try:
+                    batch = self._next(Mode.TRAIN, batches)
+                except StopIteration:
+                    break
+                number += 1
+                samples = batch.samples if samples is None else samples
+                if batch.samples == samples:
+                    self._runtime.prepare(batch)
+                    batches.prefetch()
+                    yield batch, time.perf_counter() - started
+                    started = time.perf_counter()
+            if not number:
+                raise DataError("the data have no batch at all; give at least one")
 
     @property
     def placement(self) -> Mapping[int, OpPlacement]:
@@ -275,53 +434,24 @@ class PipelinedModel(KerasMethods):
         return dict(self._engine.timing.seconds)
 
 
-class _StepBatches(Iterator[Batch]):
-    """Batches of one size, without end: each is read while the step before runs, as in ``fit``.
+def _bound(method: str, args: tuple[Any, ...], kwargs: dict[str, Any], others: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Returns the given arguments of a Keras method by name.
 
-    Attributes:
-        waited: seconds that the last step waited for its batch.
+    Args:
+        method: a method of ``keras.Model``.
+        args: arguments by position.
+        kwargs: arguments by name.
+        others: names of our own arguments, to suggest in errors.
+
+    Raises:
+        TypeError: there are too many, one is given twice or has an unknown name.
     """
-
-    def __init__(
-        self,
-        begin: Callable[[], Batches],
-        following: Callable[[Batches], Batch],
-        prepare: Callable[[Batch], None],
-    ) -> None:
-        """Begins the first round.
-
-        Args:
-            begin: begins a round of the data.
-            following: returns the next batch of a round.
-            prepare: has a batch where the step takes it, before the batch after it is read.
-        """
-        self.waited = 0.0
-        self._begin, self._following, self._prepare = begin, following, prepare
-        self._round = begin()
-        self._samples: int | None = None
-
-    def __next__(self) -> Batch:
-        """Returns the next batch; after the last one of the first one's size, the first one of another round.
-
-        Raises:
-            DataError: it can't be read, or there is none.
-        """
-        started = time.perf_counter()
-        batch = self._read()
-        while self._samples not in (None, batch.samples):
-            batch = self._read()
-        self._samples = batch.samples
-        self._prepare(batch)
-        self._round.prefetch()
-        self.waited = time.perf_counter() - started
-        return batch
-
-    def _read(self) -> Batch:
-        try:
-            return self._following(self._round)
-        except StopIteration:
-            self._round = self._begin()
-        try:
-            return self._following(self._round)
-        except StopIteration:
-            raise DataError("the data have no batch at all; give at least one") from None
+    names = _parameters(method)
+    check_names(method, kwargs, (*names, *others))
+    if len(args) > len(names):
+        raise TypeError(f"{method}() takes {len(names)} arguments ({', '.join(names)}), but got {len(args)}")
+    positional = dict(zip(names, args, strict=False))
+    twice = [name for name in positional if name in kwargs]
+    if twice:
+        raise TypeError(f"{method}() got {twice[0]!r} twice, by position and by name")
+    return positional | kwargs

@@ -166,12 +166,10 @@ class Worker:
             return
         if child == 0:
             self._acceptor.close()
-            _run_child(lambda: self._attend(guest.opening), own)
+            hello, machine = guest.opening, dataclasses.replace(self.machine, keys=guest.opening.keys)
+            _run_child(lambda: attend(hello.channel, hello.message, machine), own)
         self.machine.ends.pop(child, None)
         self._children[child] = _Child(guest.host, memory_kills())
-
-    def _attend(self, hello: Hello) -> None:
-        attend(hello.channel, hello.message, dataclasses.replace(self.machine, keys=hello.keys))
 
     def reap(self) -> None:
         """Notes how children have ended. A signal's handler may call this while it runs."""

@@ -29,13 +29,13 @@ def _groups(
     table.add_optimizer(optimizer)
     groups = [[table.name_of(weight) for weight in layer.trainable_variables] for layer in model.layers]
     traced: list[Sequence[str]] = []
-    original = optimizers._capture_apply
+    original = optimizers._Tracer.update
 
     def counted(*arguments: Any, **options: Any) -> Captured:
-        traced.append(arguments[2])
+        traced.append(arguments[1])
         return original(*arguments, **options)
 
-    monkeypatch.setattr(optimizers, "_capture_apply", counted)
+    monkeypatch.setattr(optimizers._Tracer, "update", counted)
     named = {(stage,): names for stage, names in enumerate(groups)}
     updates = optimizers.capture_updates(optimizer, table, named, {}, tf.float32)
     return groups, updates, len(traced)

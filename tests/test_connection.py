@@ -41,7 +41,8 @@ from dapple_tf.describe.cluster import Cluster, Device
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.plan_report import StageReport
 from dapple_tf.errors import ClusterError, UnusableWorkersError, WorkerLostError
-from dapple_tf.execution.elastic import Elastic, Log
+from dapple_tf.execution.elastic import Elastic
+from dapple_tf.execution.values import Log
 from dapple_tf.network import reachability
 from dapple_tf.network.control import Channel, ControlError, SilentError
 from dapple_tf.network.inquiry import client_name, own_versions, reachable

@@ -26,7 +26,7 @@ from models_for_tests import with_layer
 import dapple_tf as dapple
 from dapple_tf.frontend.batch import BatchSpec, Leaf
 from dapple_tf.frontend.capture import Mode, capture
-from dapple_tf.frontend.py_functions import check_py_functions
+from dapple_tf.frontend.custom_gradients import check_py_functions
 from dapple_tf.frontend.variables import VariableTable
 
 layers = keras.layers

@@ -16,9 +16,9 @@ from tensorflow.core.framework import step_stats_pb2, types_pb2
 
 import dapple_tf as dapple
 from dapple_tf.describe.layer_profile import ProfileError
+from dapple_tf.front.argument_checks import cuts_are_safe
 from dapple_tf.frontend.batch import BatchSpec, declared_spec
 from dapple_tf.frontend.capture import Mode, build, capture
-from dapple_tf.frontend.functional import cuts_are_safe
 from dapple_tf.frontend.layer_cuts import (
     cut_name,
     innermost_calls,

@@ -18,8 +18,7 @@ from models_for_tests import classifier, samples, values, variables
 import dapple_tf as dapple
 from dapple_tf.execution.device_session import DeviceSession
 from dapple_tf.execution.worker_data import WorkerData, area_of
-from dapple_tf.frontend.dataset_graphs import Drawn
-from dapple_tf.frontend.on_workers import Address, OnWorkers, Round
+from dapple_tf.frontend.on_workers import Address, Drawn, OnWorkers, Round
 from dapple_tf.models.registry import find_data
 from dapple_tf.models.sources import untuned
 from dapple_tf.view.time_axis import step_text
@@ -477,7 +476,7 @@ class Reading:
         """Takes a batch as a step does; returns its first array."""
         number = self.data.prepare(address)
         (reader,) = self.data._readers.values()
-        batch = self.session.run(f"{reader.drop}:0", {reader.number: number})
+        batch = self.session.run(reader.at("drop:0"), {reader.at("number:0"): number})
         self.data.taken(address, [reader.host])
         own: list[Any] = np.asarray(batch).tolist()
         return own

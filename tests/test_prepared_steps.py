@@ -20,6 +20,7 @@ from workers import PATIENCE
 import dapple_tf as dapple
 from dapple_tf.checkpoints import saver
 from dapple_tf.checkpoints.checkpoint_files import checkpoints
+from dapple_tf.frontend.batch import Batch
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.variables.stored_values import StoredValues
 
@@ -106,7 +107,7 @@ def test_what_runs_most_stays_and_the_rest_is_gone() -> None:
         nodes.append(len(engine.session.graph.get_operations()))
     full = [{7, 2, 3, 4}, {7, 3, 5}, {7, 3, 5, 6}, {7, 3, 5, 6}, {7, 3, 5, 6}, {7, 6, 1}]
     assert staying == [{7}, {7}, {7}, {7, 2}, {7, 2, 3}, {7, 2, 3}, *full]
-    assert engine.prepared(Mode.TRAIN, pipelined._specs[Mode.TRAIN], 3) is None
+    assert engine.prepared(Mode.TRAIN, Batch(pipelined._specs[Mode.TRAIN], [], 3)) is None
     assert max(nodes[7:]) < max(nodes[:7])
     gc.collect()
     assert first() is None

@@ -23,9 +23,6 @@ def test_public_names_are_there_and_hidden_by_no_module() -> None:
         value = getattr(dapple, name)
         assert not isinstance(value, types.ModuleType)
         assert name in dir(dapple) and getattr(dapple, name) is value
-
-
-def test_only_public_names_are_listed() -> None:
     assert set(dir(dapple)) == {*dapple.__all__, "__version__"}
 
 

@@ -59,11 +59,8 @@ class _Traces:
     def stand_ins(self) -> list[str]:
         """The layers whose calls the last trace had nodes stand in for."""
         calls = self.made[-1]
-        repeated = calls._repeated
-        if repeated is None:
-            return []
-        nodes = repeated._graph.as_graph_def().node
-        names = {node.name for node in nodes if repeated.templates.stands_for(node) is not None}
+        nodes = calls._graph.as_graph_def().node
+        names = {node.name for node in nodes if calls._templates.stands_for(node) is not None}
         return sorted(name.rpartition("/")[0] for name in names)
 
 

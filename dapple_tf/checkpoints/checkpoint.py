@@ -13,44 +13,20 @@ import pathlib
 import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from dapple_tf.checkpoints.checkpoint_files import MANIFEST, check_shards, checkpoints, read_manifest
-from dapple_tf.checkpoints.checkpoint_manifest import CLIENT, DATA, CheckpointError, Entry, Manifest
-from dapple_tf.checkpoints.snapshots import Snapshot
+from dapple_tf.checkpoints.checkpoint_manifest import DATA, CheckpointError, Entry, Manifest
 from dapple_tf.common.keras_private import seeds_of
 from dapple_tf.common.text import counted
 from dapple_tf.errors import reason
-from dapple_tf.frontend.variables import VariableTable
 
 logger = logging.getLogger(__name__)
 
 Path = str | os.PathLike[str]
-
-
-class KeptValues(Protocol):
-    """The values of variables on the devices, by the variables' names."""
-
-    @property
-    def table(self) -> VariableTable:
-        """The table of the model's variables."""
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The variables that devices keep."""
-
-    @property
-    def learning_rate(self) -> keras.Variable | None:
-        """The learning rate, if it is a variable whose value is the model's rather than the devices'."""
-
-    def snapshot(self, keys: Mapping[str, str]) -> Snapshot:
-        """Takes a snapshot of variables; ``keys`` has their names in files."""
-
-    def fill(self, path: pathlib.Path, located: Mapping[str, tuple[str, str]]) -> None:
-        """Has the servers read variables from a directory: variable -> (tensor bundle, name in it)."""
 
 
 class Progress(NamedTuple):
@@ -262,64 +238,6 @@ class Checkpoint:
                 )
         except tf.errors.OpError as error:
             raise CheckpointError(f"shard {shard} of checkpoint {self.path} is damaged: {reason(error)}") from error
-
-
-class Restoration:
-    """A checkpoint being restored into a model and its devices; values that no device keeps are in the model at once.
-
-    Attributes:
-        path: path of the checkpoint.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, model: keras.Model, kept: KeptValues, *, again: bool = False) -> None:
-        """Assigns what this process saved, such as the learning rate, which may be changed from now on.
-
-        Args:
-            checkpoint: the checkpoint.
-            model: the model.
-            kept: the values that devices keep.
-            again: whether devices have lost their values while this process still has its own, perhaps newer ones.
-
-        Raises:
-            CheckpointError: the checkpoint doesn't fit the model, or is damaged.
-        """
-        self._checkpoint, self._kept = checkpoint, kept
-        self.path = checkpoint.path
-        matches = checkpoint.match(variables_of(model))
-        if not again:
-            checkpoint.assign(match for match in matches if match.entry.shard == CLIENT)
-        self._matches = [match for match in matches if match.entry.shard != CLIENT]
-        self._all = matches
-
-    @property
-    def done(self) -> bool:
-        """Whether all values are already in the model: it was saved before the first step."""
-        return not self._matches
-
-    def into_model(self) -> None:
-        """Assigns all variables of the model and the optimizer.
-
-        Raises:
-            CheckpointError: a file is damaged.
-        """
-        self._checkpoint.assign(self._matches)
-
-    def onto_devices(self) -> None:
-        """Has the servers read what their devices keep, and the model the rest. A step must have been prepared.
-
-        Raises:
-            CheckpointError: a file is damaged, or a server can't read it.
-        """
-        table, on_devices = self._kept.table, self._kept.names
-        located, others = {}, []
-        for match in self._all:
-            name = table.name_of(match.variable) if table.knows(match.variable) else None
-            if name in on_devices:
-                located[name] = (match.entry.shard, match.entry.key)
-            elif match.entry.shard != CLIENT:
-                others.append(match)
-        self._kept.fill(self._checkpoint.path, located)
-        self._checkpoint.assign(others)
 
 
 def dtype_of(variable: keras.Variable) -> str:

@@ -80,7 +80,7 @@ class Writing:
         Raises:
             CheckpointError: the directory can't be written to.
         """
-        number = 1 + max((int(_number(path)) for path in checkpoints(directory)), default=0)
+        number = 1 + max((int(path.name.split("-")[1]) for path in checkpoints(directory)), default=0)
         self._directory = directory
         self.target = directory / f"save-{number:06d}-step-{step}"
         self.place = directory / f".partial-{self.target.name}-{secrets.token_hex(8)}"
@@ -124,12 +124,6 @@ class Writing:
             ) from error
         check_bundle(self.place, shard, description, entries)
         return description
-
-
-def _number(path: pathlib.Path) -> str:
-    match = _COMPLETE.fullmatch(path.name)
-    assert match is not None
-    return match[1]
 
 
 def remove_old(directory: pathlib.Path, keep: int) -> None:

@@ -16,6 +16,7 @@ from dapple_tf.checkpoints.checkpoint_files import checkpoints
 from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError, UnreadableCheckpointError
 from dapple_tf.checkpoints.data_position import TrainingData
 from dapple_tf.common.keras_private import can_convert_arrays, train_validation_split
+from dapple_tf.frontend.attachment import listed
 from dapple_tf.frontend.batch import spec_of
 from dapple_tf.frontend.capture import build
 from dapple_tf.frontend.variables import VariableTable
@@ -46,8 +47,8 @@ class Checkpointing:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number from 1 on")
 
 
-class CheckpointedFit:
-    """One call of ``fit`` with checkpoints."""
+class CheckpointedFit(keras.callbacks.Callback):
+    """One call of ``fit`` with checkpoints, saved after the user's callbacks: what they assign is saved, too."""
 
     def __init__(
         self,
@@ -66,9 +67,12 @@ class CheckpointedFit:
             save: function that begins to save a checkpoint.
             steps: number of training steps done.
         """
-        self._settings, self._model, self._batch_size = settings, model, batch_size
-        self._save, self._steps = save, steps
+        super().__init__()
+        self.set_model(model)
+        self._settings, self._batch_size, self._save, self._steps = settings, batch_size, save, steps
         self._within_epoch: Checkpoint | None = None
+        self._saved = 0  # step of the last checkpoint
+        self._epoch = 0
 
     def resumable(self) -> Checkpoint | None:
         """Returns the newest intact checkpoint, if there is any; damaged ones are told.
@@ -120,11 +124,12 @@ class CheckpointedFit:
             class_weight=given.pop("class_weight", None),
             steps_per_epoch=given.get("steps_per_epoch"),
         )
+        self._data, data.position_due = data, self._due
         if source is not None and source.manifest.data is not None:
             manifest = source.manifest
             if manifest.batch:
-                spec = spec_of(self._model, *keras.utils.unpack_x_y_sample_weight(data.example()))
-                build(self._model, VariableTable(self._model), spec)  # Keras makes metrics for the first batch only.
+                spec = spec_of(self.model, *keras.utils.unpack_x_y_sample_weight(data.example()))
+                build(self.model, VariableTable(self.model), spec)  # Keras makes metrics for the first batch only.
                 self._within_epoch = source
             data.resume(source.manifest.data, source.read_state(), manifest.batch)
             given["initial_epoch"] = manifest.epoch
@@ -134,27 +139,59 @@ class CheckpointedFit:
 
     def _callbacks(self, data: TrainingData, given: Mapping[str, Any]) -> keras.callbacks.CallbackList:
         callbacks = given.get("callbacks")
-        last = _Save(self._settings, data, self._save, self._steps, self._restore_metrics)
         if isinstance(callbacks, keras.callbacks.CallbackList):
-            return _SeenSteps(data, [*callbacks.callbacks, last], model=self._model)
-        own = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks] if callbacks is not None else []
+            return _SeenSteps(data, [*callbacks.callbacks, self], model=self.model)
         verbose = given.get("verbose", "auto")
         return _SeenSteps(
             data,
-            [*own, last],
+            [*listed(callbacks), self],
             add_history=True,
             add_progbar=verbose != 0,
-            model=self._model,
+            model=self.model,
             verbose=verbose,
             epochs=given.get("epochs", 1),
             steps=given.get("steps_per_epoch") or data.num_batches,
         )
 
-    def _restore_metrics(self) -> None:
-        """Restores metrics after Keras has reset them at the beginning of the resumed epoch."""
+    def _due(self, following: int = 1) -> bool:
+        """Returns whether a checkpoint is due after some more steps, other than at the end of a round."""
+        every = self._settings.every_steps
+        return every is not None and (self._steps() + following) // every > self._saved // every
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Takes the current step as saved: nothing has changed since."""
+        self._saved = self._steps()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Restores the metrics of the resumed epoch, which Keras has reset."""
+        self._epoch = epoch
         source, self._within_epoch = self._within_epoch, None
         if source is not None:
-            source.assign(source.match(metrics_of(self._model)))
+            source.assign(source.match(metrics_of(self.model)))
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Saves a checkpoint if one is due; ``batch`` is the number of the epoch's last step."""
+        if self._due(0):
+            self._now(self._epoch, batch + 1, epoch_over=False)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Saves a checkpoint after validation if one is due."""
+        self._epoch = epoch + 1
+        if self._settings.every_steps is None:
+            self._now(self._epoch, 0, epoch_over=True)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Saves what the last checkpoint lacks."""
+        if self._steps() > self._saved:
+            self._now(self._epoch, 0, epoch_over=True)
+
+    def _now(self, epoch: int, batch: int, *, epoch_over: bool) -> None:
+        self._saved = self._steps()
+        data, state = self._data.position(epoch_over=epoch_over)
+        try:
+            self._save(Progress(epoch, batch, data, state))
+        except CheckpointError as error:  # `Saver.training` raises it in the end, unless a later one succeeds.
+            logger.warning("no checkpoint after step %d: %s; training goes on", self._saved, error)
 
 
 class _SeenSteps(keras.callbacks.CallbackList):
@@ -175,59 +212,3 @@ class _SeenSteps(keras.callbacks.CallbackList):
         """Passes on a step that really ran."""
         if not self._hidden:
             super().on_train_batch_end(batch, logs)
-
-
-class _Save(keras.callbacks.Callback):
-    """Saves checkpoints after the user's callbacks, so that what they assign is saved, too."""
-
-    def __init__(
-        self,
-        settings: Checkpointing,
-        data: TrainingData,
-        save: Callable[[Progress], object],
-        steps: Callable[[], int],
-        restore_metrics: Callable[[], None],
-    ) -> None:
-        super().__init__()
-        self._every, self._data, self._save, self._steps = settings.every_steps, data, save, steps
-        self._restore_metrics = restore_metrics
-        self._saved = 0  # step of the last checkpoint
-        self._epoch = 0
-        self._data.position_due = self._due
-
-    def _due(self) -> bool:
-        """Returns whether a checkpoint may follow the next step, other than at the end of a round."""
-        return self._every is not None and (self._steps() + 1) // self._every > self._saved // self._every
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Takes the current step as saved: nothing has changed since."""
-        self._saved = self._steps()
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Restores the metrics, which Keras has reset."""
-        self._epoch = epoch
-        self._restore_metrics()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Saves a checkpoint if one is due; ``batch`` is the number of the epoch's last step."""
-        if self._every is not None and self._steps() // self._every > self._saved // self._every:
-            self._now(self._epoch, batch + 1, epoch_over=False)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Saves a checkpoint after validation if one is due."""
-        self._epoch = epoch + 1
-        if self._every is None:
-            self._now(self._epoch, 0, epoch_over=True)
-
-    def on_train_end(self, logs: Any = None) -> None:
-        """Saves what the last checkpoint lacks."""
-        if self._steps() > self._saved:
-            self._now(self._epoch, 0, epoch_over=True)
-
-    def _now(self, epoch: int, batch: int, *, epoch_over: bool) -> None:
-        self._saved = self._steps()
-        data, state = self._data.position(epoch_over=epoch_over)
-        try:
-            self._save(Progress(epoch, batch, data, state))
-        except CheckpointError as error:  # `Saver.training` raises it in the end, unless a later one succeeds.
-            logger.warning("no checkpoint after step %d: %s; training goes on", self._saved, error)

@@ -8,13 +8,12 @@ import json
 import logging
 import pathlib
 import threading
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
 
 import keras
 import tensorflow as tf
 
-from dapple_tf.checkpoints.checkpoint import KeptValues, Path, Progress, dtype_of, metrics_of, variables_of
+from dapple_tf.checkpoints.checkpoint import Path, Progress, dtype_of, metrics_of, variables_of
 from dapple_tf.checkpoints.checkpoint_files import Writing, remove_old
 from dapple_tf.checkpoints.checkpoint_manifest import CLIENT, DATA, CheckpointError, Entry, Manifest
 from dapple_tf.checkpoints.directory_lock import DirectoryLock
@@ -55,13 +54,13 @@ class Saver:
                 last checkpoint couldn't be written.
         """
         place = pathlib.Path(directory).absolute()
-        self._join()
+        self.finish()
         self._error = None
         self._hold(place, model)
         self._training = True
         try:
             yield
-            self._join()
+            self.finish()
             if (error := self._error) is not None:
                 cause = str(error) if isinstance(error, CheckpointError) else reason(error)
                 raise CheckpointError(
@@ -82,7 +81,7 @@ class Saver:
 
     def release(self) -> None:
         """Lets others save in the directory, once the last checkpoint has been written."""
-        self._join()
+        self.finish()
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -91,7 +90,7 @@ class Saver:
         self,
         directory: Path,
         model: keras.Model,
-        kept: KeptValues | None,
+        take: Callable[[Mapping[str, keras.Variable]], Snapshot] | None,
         *,
         step: int,
         progress: Progress,
@@ -103,7 +102,7 @@ class Saver:
         Args:
             directory: directory of checkpoints.
             model: the model, from which values are saved that devices don't keep.
-            kept: the values that devices keep; None if the model has all.
+            take: takes a snapshot of those variables that devices keep, by their keys; None if the model has all.
             step: number of training steps done.
             progress: how far training has come.
             plan: the plan's JSON text.
@@ -117,7 +116,7 @@ class Saver:
         """
         if keep < 1:
             raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept")
-        self._join()
+        self.finish()
         self._error = None
         place = pathlib.Path(directory).absolute()
         try:
@@ -128,7 +127,7 @@ class Saver:
             raise
         variables = {**variables_of(model), **metrics_of(model)}
         try:
-            snapshot = None if kept is None else _snapshot(kept, variables)
+            snapshot = None if take is None else take(variables)
         except BaseException:
             writing.discard()
             raise
@@ -161,52 +160,30 @@ class Saver:
         Raises:
             CheckpointError: writing failed; the previous checkpoint is still there.
         """
-        self._join()
+        self.finish()
         error, self._error = self._error, None
         if error is not None:
             raise error if isinstance(error, CheckpointError) else CheckpointError(reason(error)) from error
 
     def finish(self) -> None:
         """Waits until the last checkpoint has been written, or its failure logged."""
-        self._join()
-
-    def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
 
-class _Taken(NamedTuple):
-    """A snapshot, and the keys in its shards."""
-
-    snapshot: Snapshot
-    shards: Mapping[str, tuple[str, ...]]
-
-
-def _snapshot(kept: KeptValues, variables: Mapping[str, keras.Variable]) -> _Taken:
-    """Takes a snapshot of all that devices keep except the learning rate, whose valid value is the model's."""
-    table, on_devices = kept.table, kept.names
-    keys = {
-        table.name_of(variable): key
-        for key, variable in variables.items()
-        if variable is not kept.learning_rate and table.knows(variable) and table.name_of(variable) in on_devices
-    }
-    snapshot = kept.snapshot(keys)
-    return _Taken(snapshot, {shard: tuple(keys[name] for name in own) for shard, own in snapshot.shards.items()})
-
-
 def _write(
     writing: Writing,
     manifest: Manifest,
-    taken: _Taken | None,
+    snapshot: Snapshot | None,
     tensors: Mapping[str, tf.Tensor],
     state: Mapping[str, tf.Tensor],
 ) -> None:
     """Writes and publishes a checkpoint."""
     writers: dict[str, str] = {}
-    if taken is not None:
-        taken.snapshot.write(writing.place)
-        writers |= {shard: f"server {host}" for shard, host in taken.snapshot.writers.items()}
+    if snapshot is not None:
+        snapshot.write(writing.place)
+        writers |= {shard: f"server {host}" for shard, host in snapshot.writers.items()}
     for shard, own in ((CLIENT, tensors), (DATA, state)):
         if own:
             _save_tensors(writing.place / shard, own)

@@ -219,7 +219,7 @@ class Connection:
         deadline = time.monotonic() + self.notice_seconds
         while True:
             config = tf.compat.v1.ConfigProto(isolate_session_state=True)
-            session = RemoteSession(self, graph, config, breaks=False, finishes=False)
+            session = RemoteSession(self, graph, config, trial=True)
             try:
                 session.run(greetings, seconds=_GREETING_SECONDS)
                 return
@@ -336,15 +336,13 @@ class Connection:
 
     # ---- running
 
-    def call(
-        self, function: Callable[[], _T], *, breaks: bool = True, finishes: bool = True, seconds: float | None = None
-    ) -> _T:
+    def call(self, function: Callable[[], _T], *, trial: bool = False, seconds: float | None = None) -> _T:
         """Calls something that waits for workers, as long as all of them are there.
 
         Args:
             function: what to call.
-            breaks: whether a broken connection between servers counts as a lost worker.
-            finishes: whether Ctrl-C waits for the call to end, as in a session of this process.
+            trial: whether a broken connection between servers doesn't count as a lost worker, and Ctrl-C doesn't wait
+                for the call to end, as in a session of this process.
             seconds: time after which the call counts as hung; None is ``step_seconds``.
 
         Raises:
@@ -363,7 +361,7 @@ class Connection:
                 call.start()
                 ended = self._wait_for(call, limit)
             except BaseException:  # Ctrl-C
-                if finishes and call.begun.wait(_START_SECONDS):  # It may have struck before there was a thread.
+                if not trial and call.begun.wait(_START_SECONDS):  # It may have struck before there was a thread.
                     self._wait_for(call, limit)
                 raise
             if not ended:
@@ -372,8 +370,8 @@ class Connection:
                 assert self.lost is not None
                 raise self.lost.anew()
             if isinstance(call.error, tf.errors.OpError):
-                self._examine(call.error, links=breaks)
-            if breaks and isinstance(call.error, tf.errors.UnavailableError):
+                self._examine(call.error, links=not trial)
+            if not trial and isinstance(call.error, tf.errors.UnavailableError):
                 self._lose(WorkerLostError(f"a connection broke, though all workers answer: {reason(call.error)}"))
                 assert self.lost is not None
                 raise self.lost.anew()

@@ -150,18 +150,12 @@ class RemoteSession:
     """
 
     def __init__(
-        self,
-        connection: Connection,
-        graph: tf.Graph,
-        config: tf.compat.v1.ConfigProto,
-        *,
-        breaks: bool = True,
-        finishes: bool = True,
+        self, connection: Connection, graph: tf.Graph, config: tf.compat.v1.ConfigProto, *, trial: bool = False
     ) -> None:
-        """Opens the session; ``breaks`` and ``finishes`` are its runs', see `Connection.call`."""
+        """Opens the session; ``trial`` is its runs', see `Connection.call`."""
         self.connection, self.graph = connection, graph
         self.sequence = random.SystemRandom().getrandbits(62) | 1
-        self._breaks, self._finishes = breaks, finishes
+        self._trial = trial
         self._session = tf.compat.v1.Session(connection.target, graph=graph, config=config)
         # When Python frees a session, also as it exits, TensorFlow waits for the workers, lost ones too. Python doesn't
         # free this one unless it has been closed.
@@ -193,7 +187,7 @@ class RemoteSession:
         return PreparedRun(self._session, fetches, feeds, options, remote=True)
 
     def _call(self, function: Callable[[], Any], seconds: float | None) -> Any:
-        return self.connection.call(function, breaks=self._breaks, finishes=self._finishes, seconds=seconds)
+        return self.connection.call(function, trial=self._trial, seconds=seconds)
 
     @property
     def closed(self) -> bool:

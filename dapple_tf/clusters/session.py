@@ -21,6 +21,7 @@ from graph_passes.ir.graph import (
     OWN_ATTRS,
     GraphDef,
     Names,
+    all_nodes,
     copied,
     data_inputs,
     dtype_attr,
@@ -167,10 +168,9 @@ class SessionGraph:
         """Adds nodes under ``name/``, and the functions that are missing; the graph given stays as it is."""
         fresh = copied(graph)
         moving = {function.signature.name for function in fresh.library.function if _only_moves(function)}
-        for nodes in (fresh.node, *(function.node_def for function in fresh.library.function)):
-            for node in nodes:
-                for attr in [attr for attr in node.attr if attr.startswith(OWN_ATTRS)]:
-                    del node.attr[attr]
+        for node in all_nodes(fresh):
+            for attr in [attr for attr in node.attr if attr.startswith(OWN_ATTRS)]:
+                del node.attr[attr]
         for node in fresh.node:
             if "f" in node.attr:
                 # Nobody needs the shapes of calls' results, and TensorFlow would infer them for each call.

@@ -307,7 +307,9 @@ class _Writer:
         kind = source.kind or full_step(source, self.passes.plan)
         if self.passes.joins(source.built, kind.samples):
             kind = kind._replace(apart=True)  # A single function would show nothing.
-        complete = complete_step(self.passes, source, kind, [graphs])
+        complete, _ = complete_step(
+            self.passes, source.built, kind, source.arrangement, source.holdings, instruments=lambda *_: [graphs]
+        )
         step = complete.own_step
         assert step.schedule is not None
         title = f"{_TITLES[mode]}{'' if training == (mode is Mode.TRAIN) else ' of layers in the other mode'}"

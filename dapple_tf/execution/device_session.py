@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -193,23 +194,18 @@ class DeviceSession:
     def _run_step(self, request: StepRequest, values: Sequence[Any], metadata: Any, seconds: float | None) -> Any:
         if metadata is None:
             run = self._prepared.get(request)
+            remote = isinstance(self._session, RemoteSession)
             if run is None:
-                run = self._prepared[request] = self._prepare(request)
-            if isinstance(self._session, RemoteSession):
-                return self._session.run_prepared(run, values, seconds)
-            return run(values)
+                prepare = self._session.prepare if remote else functools.partial(PreparedRun, self._session)
+                run = self._prepared[request] = prepare(request.fetches, request.feeds, self._options(request.sums))
+            return self._session.run_prepared(run, values, seconds) if remote else run(values)
         options = self._options(request.sums)
         feed = dict(zip(request.feeds, values, strict=True))
-        options.trace_level = self._trace_level
-        profiled = options.trace_level == options.FULL_TRACE
+        # TensorFlow's profiler, which costs time, is for GPUs and for servers, which know no other trace.
+        profiled = self.cluster.has_gpus or isinstance(self._session, RemoteSession)
+        options.trace_level = options.FULL_TRACE if profiled else options.SOFTWARE_TRACE
         with without_noise() if profiled else contextlib.nullcontext():
             return self.run(request.fetches, feed, options, metadata, seconds)
-
-    def _prepare(self, request: StepRequest) -> PreparedRun:
-        options = self._options(request.sums)
-        if isinstance(self._session, RemoteSession):
-            return self._session.prepare(request.fetches, request.feeds, options)
-        return PreparedRun(self._session, request.fetches, request.feeds, options)
 
     def _options(self, sums: bool = False) -> tf.compat.v1.RunOptions:
         """Returns options for graphs that may have collective operations, inside tasks if ``sums``.
@@ -227,13 +223,6 @@ class DeviceSession:
         return options
 
     # ---- traces
-
-    @property
-    def _trace_level(self) -> Any:
-        """The trace level: TensorFlow's profiler, which costs time, for GPUs and for servers, which know no other."""
-        levels = tf.compat.v1.RunOptions
-        here = not self.cluster.has_gpus
-        return levels.SOFTWARE_TRACE if here and not isinstance(self._session, RemoteSession) else levels.FULL_TRACE
 
     def first_trace(self, name: str) -> bool:
         """Notes that a step has been traced; returns whether that was the first time."""

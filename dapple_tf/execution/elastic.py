@@ -11,9 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-import keras
-import tensorflow as tf
-
 from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError
 from dapple_tf.checkpoints.saver import Saver
 from dapple_tf.clusters.membership import PAUSE_SECONDS, Membership, wait_for_workers
@@ -24,38 +21,18 @@ from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.profile import Profile
 from dapple_tf.errors import DappleError, DataError, UnusableWorkersError, WorkerLostError, reason
 from dapple_tf.execution.engine import Engine
+from dapple_tf.execution.values import Log
 from dapple_tf.frontend.batch import CANCELLED, Batch, BatchSpec
 from dapple_tf.frontend.optimizer_checks import needs_all_gradients
-from dapple_tf.frontend.variables import read_value
 from dapple_tf.network.inquiry import reachable
 from dapple_tf.planning.replanning import Deployment, Replanner
 
 logger = logging.getLogger(__name__)
 
-Base = Mapping[str, tf.Tensor] | Path
-"""Values for a restart: the last on which devices and model agreed, or a checkpoint."""
-
 _REPORT_SECONDS = 10.0
 _FEW_REPLAYED = 10
 """The most steps that are repeated to take in workers, of a model whose values stay on the devices."""
 _T = TypeVar("_T")
-
-
-@dataclasses.dataclass(frozen=True)
-class Trained:
-    """A batch that was trained on.
-
-    Attributes:
-        step: the training step's number.
-        batch: the batch.
-        rate: the learning rate, if it is a variable.
-        assigned: values that were assigned to variables before the step.
-    """
-
-    step: int
-    batch: Batch
-    rate: float | None
-    assigned: Mapping[str, tf.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,80 +81,21 @@ class GrowthRecord:
     latency: float | None
 
 
-class Log:
-    """The record from which the devices' values can be restored.
-
-    Attributes:
-        policy: what to do when workers are lost; under ``raise`` no batches are noted.
-        base: values to begin with; None before devices had any.
-        batches: the batches since then, in order. Training on them again gives the same values: besides steps, only
-            values from the model change the devices' values, and these are a new base or noted with the next batch.
-        last: values from the model that devices got after the last batch.
-        former: the base before a checkpoint that became one, and the batches between the two, until the next base.
-    """
-
-    def __init__(self, policy: FaultPolicy) -> None:
-        self.policy = policy
-        self.base: Base | None = None
-        self.batches: list[Trained] = []
-        self.last: dict[str, tf.Tensor] = {}
-        self.former: tuple[Base, list[Trained]] | None = None
-
-    def begin(self, base: Base | None) -> None:
-        """Notes that devices have these values now; None if the model's are the valid ones, whatever devices had."""
-        self.base, self.former = base, None
-        self.batches.clear()
-        self.last = {}
-
-    def assigned(self, values: Mapping[str, tf.Tensor]) -> None:
-        """Notes that devices get values of some variables from the model."""
-        if self.policy.action != "raise":
-            self.last |= values
-
-    def trained(self, step: int, batch: Batch, rate: keras.Variable | None) -> None:
-        """Notes that devices have trained on a batch."""
-        if self.policy.action != "raise":
-            value = None if rate is None else float(read_value(rate))
-            self.batches.append(Trained(step, batch.copied(), value, self.last))
-            self.last = {}
-
-    def saved(self, path: Path, step: int) -> None:
-        """Notes that a checkpoint of the values after a step is complete."""
-        if not self.batches or self.batches[0].step > step:
-            return  # The base is as new.
-        between = [entry for entry in self.batches if entry.step <= step]
-        self.former = None if self.base is None else (self.base, between)
-        self.base = path
-        self.batches = self.batches[len(between) :]
-
-    def fall_back(self) -> bool:
-        """Returns to the former base, as the base's checkpoint can't be read; False if there is none."""
-        if self.former is None:
-            return False
-        (self.base, between), self.former = self.former, None
-        self.batches = between + self.batches
-        return True
-
-    @property
-    def settled(self) -> bool:
-        """Whether the model has the newest values, if the devices have agreed with it on any."""
-        return not self.batches and not isinstance(self.base, Path)
-
-
 class Elastic:
     """A deployment of a model, which loses workers and takes them in again, and the log to restore its values from.
 
     Everything that uses the devices goes through `surviving`; what happens then is one of these:
 
-        state      session   event                              what follows
-        running    open      a worker is lost, a run cancelled  waiting; broken under ``raise``, or after all attempts
-        waiting    closed    all workers are there              running on the same deployment, by `_replay`
-                             some aren't back (``replan``)      running on a smaller one, by `restart`
-                             too late, Ctrl-C, no checkpoint    broken
-        running    open      between steps, lost ones are back  running on a larger one, by `restart`
-        on fewer             taking them in fails               waiting; they are asked less often
-        broken     any       the next use, `mend`               running, with the values of the model's last sync
-        any                  `close`                            closed; the model's values are the valid ones
+        state               session   event                              what follows
+        running             open      a worker is lost, a run cancelled  waiting; broken under ``raise``, or after all
+                                                                         attempts
+        waiting             closed    all workers are there              running on the same deployment, by `_replay`
+        waiting             closed    some aren't back (``replan``)      running on a smaller one, by `restart`
+        waiting             closed    too late, Ctrl-C, no checkpoint    broken
+        running on fewer    open      between steps, lost ones are back  running on a larger one, by `restart`
+        running on fewer    open      taking them in fails               waiting; they are asked less often
+        broken              any       the next use, `mend`               running, with what `kept` says
+        any                 any       `close`                            closed; the model's values are the valid ones
 
     A restart gives the devices the values after the last step, by the log:
 
@@ -258,13 +176,15 @@ class Elastic:
     def close(self) -> None:
         """Frees the devices; the model's values are the valid ones from now on."""
         self.engine.close()
-        self.log.begin(None)
+        self.engine.values.load()
         self.broken = False
 
     @property
     def kept(self) -> str:
         """Values that remain if the devices' are lost, for messages."""
         ago = f"{counted(self.steps - self._synced, 'step')} ago"
+        if self.engine.values.restoring:
+            return "the devices begin with the checkpoint that was restored"
         if self.engine.values.deferred:
             return f"the devices begin again with the model's initial values, of {ago}"
         return f"the model keeps the values of its last sync(), {ago}"
@@ -279,8 +199,8 @@ class Elastic:
         self._note_checkpoint()
 
     def restored(self, step: int) -> None:
-        """Notes that the values after a step were restored, from a checkpoint that the caller keeps."""
-        self.steps = self._synced = step
+        """Counts steps from a restored checkpoint's on; the model has its values from the next ``sync`` on."""
+        self.steps, self._synced = step, min(step, self._synced)
 
     def _note_checkpoint(self) -> None:
         if self._saver.newest is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
@@ -18,25 +18,21 @@ from dapple_tf.errors import DappleError, DataError, reason
 from dapple_tf.execution.builds import PREPARED_STEPS, Build, BuiltStep, StepKind, StepResult
 from dapple_tf.execution.device_session import DeviceSession
 from dapple_tf.execution.step_builder import StepBuilder
+from dapple_tf.execution.step_passes import StepPasses, pipeline
 from dapple_tf.execution.terminal import Preparation
-from dapple_tf.execution.values import LiveValues
+from dapple_tf.execution.values import LiveValues, Log
 from dapple_tf.execution.worker_data import WorkerData
-from dapple_tf.frontend.batch import BatchSpec
+from dapple_tf.frontend.batch import Batch, BatchSpec
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.host_part import CapturedProgram, on_host
 from dapple_tf.frontend.metrics import merged
-from dapple_tf.frontend.on_workers import Address, address_of, read_by
 from dapple_tf.frontend.optimizer_checks import check_clipping, check_shards, needs_all_gradients
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.tracing.step_nodes import replaced_bytes
 from dapple_tf.tracing.step_trace import MeasuredStep, TracedStep, measured, traced_devices
 from graph_passes.ir.graph import GraphDef
-from graph_passes.ir.program import Step
-from graph_passes.pass_manager import Pipeline
-
-if TYPE_CHECKING:
-    from dapple_tf.execution.elastic import Log
+from graph_passes.pass_manager import After, Before
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +59,7 @@ class Engine:
         plan: Plan,
         log: Log,
         operator_costs: OperatorCosts | None = None,
-        pipeline: Pipeline | None = None,
+        passes: Sequence[After | Before] = (),
         prepared_steps: int = PREPARED_STEPS,
     ) -> None:
         """Opens a session; nothing is built yet.
@@ -74,7 +70,7 @@ class Engine:
             plan: a plan for them.
             log: what devices get is noted there; its policy says how long to wait for workers.
             operator_costs: costs of single operators, for a plan that places them; None estimates them.
-            pipeline: the passes; None for those of this package.
+            passes: the user's own passes.
             prepared_steps: number of steps that stay prepared; see `make_room`.
 
         Raises:
@@ -100,10 +96,11 @@ class Engine:
         self.model, self.cluster, self.plan = model, cluster, plan
         self.table = VariableTable(model)
         self.timing = Preparation()
-        self.builder = StepBuilder(model, cluster, plan, self.table, self.timing, operator_costs, pipeline)
+        own = StepPasses(plan, cluster, pipeline(passes))
+        self.builder = StepBuilder(model, own, self.table, self.timing, operator_costs)
         self._most_steps = prepared_steps
         self.session = DeviceSession(cluster, log.policy)
-        self.data = WorkerData(cluster, self.session, self.builder.layout(plan.global_batch_size))
+        self.data = WorkerData(cluster, self.session, own.layout(plan.global_batch_size))
         self.values = LiveValues(model, self.table, self.timing, lambda: self.builder.holdings, self.session, log)
 
     def close(self) -> None:
@@ -179,19 +176,18 @@ class Engine:
         if key not in builder.builds:
             built, arrangement = builder.build(mode, spec, key[2])
             if arrangement != builder.arrangement:
+                after = arrangement.holdings(self.table, builder.passes.devices)
                 if self.values.prepared:
                     builder.builds = {}
-                    after = arrangement.holdings(self.table, builder.passes.devices)
                     self.values.rearrange(builder.holdings, after, self.session.renew)
-                builder.settle(arrangement)
+                builder.arrangement, builder.holdings = arrangement, after
             builder.builds[key] = built
         return builder.builds[key]
 
     def run(
         self,
         mode: Mode,
-        spec: BatchSpec,
-        arrays: Sequence[Any],
+        batch: Batch,
         *,
         training: bool | None = None,
         metrics: Mapping[str, tuple[np.ndarray, np.ndarray]] | None = None,
@@ -202,25 +198,24 @@ class Engine:
 
         Args:
             mode: TRAIN also updates the variables, unless gradients are wanted.
-            spec: structure of the batch.
-            arrays: its leaves; `RemoteArray`s if workers read them.
+            batch: the batch.
             training: as for :func:`dapple_tf.frontend.capture.capture`.
             metrics: metric variable -> (value before the step, value after a reset).
             want_gradients: whether to return reduced gradients and leave the variables unchanged.
             trace: whether to collect step stats.
         """
-        built = self._prepare(mode, spec, training)
+        built = self._prepare(mode, batch.spec, training)
         if mode is Mode.TRAIN and not want_gradients:
             self.values.push_learning_rate()
-        carried = built.flush if self.builder.carries(built, want_gradients) else None
+        carried = None if want_gradients else built.flush
         if self.values.left_over != (None if carried is None else carried.node):
             self.values.flush()
-        address, samples = address_of(arrays), spec.parts(arrays[0].shape[0])
+        address, fed = batch.address, batch.arrays
         if address is None:
-            arrays = on_host(built.program, arrays)
+            fed = on_host(built.program, fed)
         else:
             self._check_on_workers(built)
-        kind = self._kind(built, samples, want_gradients=want_gradients, trace=trace, **read_by(address))
+        kind = self._kind(built, batch, want_gradients=want_gradients, trace=trace)
         made = self.builder.step(built, kind)
         name, step = made.name, made.step
         flush = built.flush if kind.carries else None
@@ -232,7 +227,9 @@ class Engine:
 
         request = made.request(built.program, want_gradients)
         running = {} if metrics is None else metrics
-        fed = arrays if address is None else [self._prepared(address, step)]
+        if address is not None:
+            assert step.taken is not None
+            fed = [np.asarray(self.data.prepare(address, step.taken), np.int64)]
         values = [*fed, *(value for metric in step.metric_feeds for value in running[metric])]
         metadata = tf.compat.v1.RunMetadata() if trace else None
         before = self.session.clocks() if trace else {}
@@ -277,29 +274,31 @@ class Engine:
                 f"dataset, or feed the data from this process"
             )
 
-    def _prepared(self, address: Address, step: Step) -> np.ndarray:
-        """Has workers read a step's batch; returns the number under which they keep it, int64 []."""
-        assert step.taken is not None
-        return np.asarray(self.data.prepare(address, step.taken), np.int64)
-
-    def _kind(self, built: Build, samples: int, **options: bool) -> StepKind:
+    def _kind(self, built: Build, batch: Batch, *, want_gradients: bool = False, trace: bool = False) -> StepKind:
         """Returns the kind of the next step, after left-over updates of another kind were flushed."""
-        return self.builder.kind(built, samples, head=self.values.left_over is not None, **options)
+        samples, address = batch.spec.parts(batch.samples), batch.address
+        apart = want_gradients and self.builder.placer is not None
+        apart = apart or ((want_gradients or trace) and self.builder.passes.joins(built, samples))
+        return StepKind(
+            samples,
+            carries=bool(built.carried) and not want_gradients,
+            head=self.values.left_over is not None,
+            apart=apart,
+            on_workers=address is not None,
+            in_parts=address is not None and address.source.in_parts,
+        )
 
-    def prepared(
-        self, mode: Mode, spec: BatchSpec, samples: int, *, training: bool | None = None, **options: bool
-    ) -> str | None:
+    def prepared(self, mode: Mode, batch: Batch, *, training: bool | None = None, **options: bool) -> str | None:
         """Returns the name of the prepared step for a batch; None if it must be made.
 
         Args:
             mode: mode of the step.
-            spec: structure of the batch.
-            samples: number of samples in the batch.
+            batch: the batch.
             training: as for `run`.
-            options: ``want_gradients`` and ``trace``, as for `run`, and the options of `read_by`.
+            options: ``want_gradients`` and ``trace``, as for `run`.
         """
-        built = self.builder.builds.get(_key(mode, spec, training))
-        step = None if built is None else built.steps.get(self._kind(built, samples, **options))
+        built = self.builder.builds.get(_key(mode, batch.spec, training))
+        step = None if built is None else built.steps.get(self._kind(built, batch, **options))
         return None if step is None else step.name
 
     @property
@@ -337,10 +336,6 @@ class Engine:
             if device.memory_bytes is not None
         }
         return measured(traced, traced_devices(self.cluster), self.plan.device_labels(), limits)
-
-    def output_structure(self, spec: BatchSpec) -> Any:
-        """Returns the structure of a prediction's outputs for batches of this structure."""
-        return self.table.outputs[spec.key]
 
 
 def _key(mode: Mode, spec: BatchSpec, training: bool | None) -> tuple[Mode, str, bool]:

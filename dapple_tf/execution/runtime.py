@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import keras
 import tensorflow as tf
 
-from dapple_tf.checkpoints.checkpoint import Checkpoint, Progress, Restoration
+from dapple_tf.checkpoints.checkpoint import Checkpoint, Progress
 from dapple_tf.checkpoints.saver import Saver
 from dapple_tf.common.keras_private import compute_loss, tensorflow_variable
 from dapple_tf.describe.cluster import Cluster
@@ -25,21 +25,22 @@ from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile
 from dapple_tf.errors import DappleError, StepError, reason
 from dapple_tf.execution.builds import PREPARED_STEPS, StepResult
-from dapple_tf.execution.elastic import Elastic, Log
+from dapple_tf.execution.elastic import Elastic
 from dapple_tf.execution.engine import Engine
 from dapple_tf.execution.notes import NoteKind
 from dapple_tf.execution.terminal import batch_done
-from dapple_tf.execution.values import LiveValues
-from dapple_tf.frontend.batch import Batch
-from dapple_tf.frontend.capture import Mode
+from dapple_tf.execution.values import LiveValues, Log
+from dapple_tf.frontend.batch import Batch, Batches
+from dapple_tf.frontend.capture import Mode, check_model
 from dapple_tf.frontend.metrics import RunningMetrics
-from dapple_tf.frontend.on_workers import Address, Read, Shape, read_by
+from dapple_tf.frontend.on_workers import Address, Read, Shape
+from dapple_tf.frontend.optimizer_checks import check_optimizer
 from dapple_tf.frontend.variable_hooks import Watcher, untold, unwatch, version, watch, watchers_of
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.planning.replanning import Deployment
 from graph_passes.ir.tensorflow_private import eager_mode
-from graph_passes.pass_manager import Pipeline
+from graph_passes.pass_manager import After, Before
 
 logger = logging.getLogger(__name__)
 _SHORT_SECONDS = 1.0
@@ -71,7 +72,8 @@ class Runtime:
         operator_costs: OperatorCosts | None = None,
         *,
         quiet: bool = False,
-        pipeline: Pipeline | None = None,
+        apart: bool = False,
+        passes: Sequence[After | Before] = (),
         prepared_steps: int = PREPARED_STEPS,
     ) -> None:
         """Opens a session.
@@ -84,7 +86,8 @@ class Runtime:
             policy: what to do when workers are lost.
             operator_costs: costs of single operators, for a plan that places them; None estimates them.
             quiet: whether notes aren't logged, for steps that only measure or compare.
-            pipeline: the order of passes, the user's own included; None for the order without any.
+            apart: whether it trains its own values, which don't become the model's when that is read, for measuring.
+            passes: the user's own passes.
             prepared_steps: number of steps that stay prepared.
         """
         self.model = model
@@ -96,10 +99,10 @@ class Runtime:
         self._others: list[tuple[Watcher, list[tf.Variable]]] = []  # models that may have newer values of some
         self._version = 0
         self._known: tuple[VariableTable, int] | None = None  # whose variables are watched, and how many it had
-        self._apart = False  # whether it trains its own values
+        self._apart = apart
 
         def make(deployment: Deployment, log: Log) -> Engine:
-            engine = Engine(model, *deployment, log, operator_costs, pipeline, prepared_steps)
+            engine = Engine(model, *deployment, log, operator_costs, passes, prepared_steps)
             engine.builder.notes.quiet = quiet
             if "metrics" in vars(self):
                 self.metrics.follow(engine.table)
@@ -155,12 +158,6 @@ class Runtime:
 
     # ---- values
 
-    def set_apart(self) -> None:
-        """Makes it train its own values, which don't become the model's when that is read. For measuring only."""
-        self._apart = True
-        unwatch([variable for variable, _ in self._watched.values()], self)
-        self._watched, self._others = {}, []
-
     def _watch(self) -> None:
         """Watches all variables whose newest values may be on the devices."""
         if self._apart:
@@ -188,11 +185,11 @@ class Runtime:
             WorkerLostError: a worker that has them was lost, and the policy doesn't wait or it isn't back in time.
         """
         names = [self._watched[id(variable)][1] for variable in variables]
-        if self.values.ahead or self.values.restoring:
-            with self.elastic.looking:
+        with self.elastic.looking:
+            if self.values.ahead or self.values.restoring:
                 self._surviving(lambda: self.values.look(names))
-        else:
-            self.values.doubt()
+            else:
+                self.values.doubt()
 
     def _others_first(self) -> None:
         """Takes over what other pipelined models have trained of the same variables, for the next step of this one.
@@ -246,9 +243,9 @@ class Runtime:
         plan = dataclasses.replace(self.engine.plan, report=None).to_json()
 
         def begin() -> pathlib.Path:
-            kept = self.values if self.values.settle() else None
+            take = self.values.snapshot if self.values.settle() else None
             return self.saver.save(
-                directory, self.model, kept, step=self.elastic.steps, progress=progress, plan=plan, keep=keep
+                directory, self.model, take, step=self.elastic.steps, progress=progress, plan=plan, keep=keep
             )
 
         return self._surviving(begin)
@@ -262,7 +259,7 @@ class Runtime:
         self.saver.finish()
         self.saver.newest = None  # It may be of a later step, which no longer belongs to this training.
         self._others_first()
-        self._surviving(lambda: self.values.restore(Restoration(source, self.model, self.values)))
+        self._surviving(lambda: self.values.restore(source))
         self.elastic.restored(source.manifest.step)
         if not self.values.deferred:
             self.sync()  # A step that fails doesn't undo it.
@@ -307,8 +304,7 @@ class Runtime:
         """
 
         def step() -> StepResult:
-            samples, read = batch.spec.parts(batch.samples), read_by(batch.address)
-            prepared = self.engine.prepared(mode, batch.spec, samples, training=training, **read, **options)
+            prepared = self.engine.prepared(mode, batch, training=training, **options)
             with self._shown(mode, batch, prepared):
                 if prepared is None and self.engine.full:
                     with self.elastic.looking:
@@ -335,7 +331,7 @@ class Runtime:
 
     def _step(self, mode: Mode, batch: Batch, **options: Any) -> StepResult:
         metrics = self.metrics.feeds() if mode is not Mode.PREDICT else None
-        return self.engine.run(mode, batch.spec, batch.arrays, metrics=metrics, **options)
+        return self.engine.run(mode, batch, metrics=metrics, **options)
 
     def _shown(self, mode: Mode, batch: Batch, prepared: str | None) -> contextlib.AbstractContextManager[None]:
         """Returns a context that shows the preparation, unless the step has run before or only measures.
@@ -397,12 +393,7 @@ class Runtime:
         """
         if self.values.deferred or batch.address is not None:
             return ""
-        arrays = iter(batch.arrays)
-
-        def given(tree: Any) -> Any:
-            return keras.tree.map_structure(lambda leaf: None if leaf is None else next(arrays), tree)
-
-        x, y, sample_weight = (given(tree) for tree in (batch.spec.x, batch.spec.y, batch.spec.sample_weight))
+        x, y, sample_weight = batch.spec.filled(batch.arrays)
         try:
             with keras.StatelessScope(collect_losses=True):
                 outputs = self.model(x)
@@ -411,3 +402,40 @@ class Runtime:
         except Exception as error:
             return reason(error)
         return ""
+
+
+class StepsApart:
+    """A model's training steps by a plan, which train separate values; the model keeps its own."""
+
+    def __init__(self, model: keras.Model, cluster: Cluster, plan: Plan) -> None:
+        """Takes the devices.
+
+        Args:
+            model: the model, built and compiled.
+            cluster: real devices.
+            plan: a plan for them.
+
+        Raises:
+            CaptureError: the model isn't built or compiled, or it or its optimizer can't be pipelined.
+        """
+        check_model(model, training=True)
+        check_optimizer(model.optimizer, model.trainable_variables)
+        self._model = model
+        self._runtime = Runtime(model, cluster, plan, None, FaultPolicy(), quiet=True, apart=True)
+
+    def seconds(self, x: Any, y: Any = None, sample_weight: Any = None) -> float:
+        """Runs a step on a batch; returns the seconds from feeding the devices to their results.
+
+        Args:
+            x: one batch of inputs, as for ``train_on_batch``.
+            y: its labels.
+            sample_weight: its weights.
+        """
+        batch = next(Batches(self._model, [(x, y, sample_weight)], cut=self._runtime.engine.plan.cuts_batches))
+        started = time.perf_counter()
+        self._runtime.train(batch)
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        """Frees the devices."""
+        self._runtime.close(sync=False)

@@ -22,7 +22,7 @@ from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.execution.terminal import Preparation
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture
-from dapple_tf.frontend.py_functions import check_py_functions
+from dapple_tf.frontend.custom_gradients import check_py_functions
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import OpPlacement
@@ -32,9 +32,8 @@ from dapple_tf.variables.device_values import Holding
 from dapple_tf.variables.parameter_groups import Arrangement, whole_tables
 from graph_passes.errors import PassError
 from graph_passes.ir.group_update import GroupUpdate
-from graph_passes.ir.program import Layout, Program
-from graph_passes.ir.storage import bytes_of
-from graph_passes.pass_manager import Instrument, Pass, Pipeline, run_passes
+from graph_passes.ir.program import Program
+from graph_passes.pass_manager import Instrument, Pass, run_passes
 from graph_passes.passes.replicate import sum_keys
 from graph_passes.passes.update import Update, flush
 
@@ -56,27 +55,22 @@ class StepBuilder:
     def __init__(
         self,
         model: keras.Model,
-        cluster: Cluster,
-        plan: Plan,
+        passes: StepPasses,
         table: VariableTable,
         timing: Preparation,
         operator_costs: OperatorCosts | None,
-        pipeline: Pipeline | None = None,
     ) -> None:
         """Starts with nothing built.
 
         Args:
             model: a compiled model.
-            cluster: the devices.
-            plan: a plan for them.
+            passes: the passes of a plan on a cluster.
             table: names of the model's variables.
             timing: records what is prepared, and its seconds.
             operator_costs: costs of single operators, for a plan that places them; None estimates them.
-            pipeline: the passes; None for those of this package.
         """
-        self._model, self._cluster, self._plan, self._table, self._timing = model, cluster, plan, table, timing
-        self.passes = StepPasses(plan, cluster) if pipeline is None else StepPasses(plan, cluster, pipeline)
-        self.placer = self.passes.placer(operator_costs)
+        self._model, self._plan, self._table, self._timing = model, passes.plan, table, timing
+        self.passes, self.placer = passes, passes.placer(operator_costs)
         self.notes = NoteLog(model.name)
         self.builds: dict[tuple[Mode, str, bool], Build] = {}
         self.arrangement = Arrangement()
@@ -103,7 +97,7 @@ class StepBuilder:
                     f"stage's computation: not possible where operators are placed one by one. Set "
                     f"synchronized=False, or give each stage one replica"
                 )
-            check_py_functions(captured.graph, self._cluster.addresses)
+            check_py_functions(captured.graph, self.passes.cluster.addresses)
         prefix = f"{mode.value}{next(self._numbers)}_"
         slices = (1,) * len(self.passes.slices) if spec.uncut else self.passes.slices
         try:
@@ -140,7 +134,7 @@ class StepBuilder:
 
     def _placed(self, placer: StepPlacer, built: Build, arrangement: Arrangement) -> Arrangement:
         """Places the operators of a full batch's step, and with them variables, on which training decides."""
-        carries = self.carries(built, want_gradients=False)
+        carries = bool(built.carried)
         # A step between others touches all variables, those of carried updates included.
         kind = StepKind(self._plan.global_batch_size, carries, head=carries)
         decides = built.mode is Mode.TRAIN and not self._trained_devices
@@ -156,61 +150,12 @@ class StepBuilder:
 
     # ---- which devices keep which variables
 
-    def settle(self, arrangement: Arrangement) -> None:
-        """Lets devices keep other variables from now on: steps are made for them."""
-        self.arrangement = arrangement
-        self.holdings = arrangement.holdings(self._table, self.passes.devices)
-
     def stored_bytes(self, program: Program, device: str) -> int:
         """Returns the bytes of the variables, optimizer slots and gradient accumulators on a device."""
-        if self.placer is None:
-            return self.passes.stored_bytes(program, self.holdings, device)
-        kept = [v for holding in self.holdings if device in holding.devices for v in holding.variables]
-        for stage in program.stages if self._plan.accumulates() else ():
-            accumulators = (variable for _, variable, _ in stage.gradients)
-            own = self.passes.devices[stage.index]
-            kept += [
-                v
-                for v in accumulators
-                if device in self.arrangement.storage_devices.get((stage.index, v.storage_name), own)
-            ]
-        return bytes_of(kept)
+        placed = self.arrangement.storage_devices
+        return self.passes.stored_bytes(program, self.holdings, device, placed=placed)
 
     # ---- steps
-
-    def layout(self, samples: int) -> Layout:
-        """Returns how a batch of ``samples`` samples is cut. Evaluation may take larger batches than training."""
-        return self.passes.layout(samples)
-
-    def carries(self, built: Build, want_gradients: bool) -> bool:
-        """Whether a step leaves updates to the next one."""
-        return built.mode is Mode.TRAIN and not want_gradients and bool(built.carried)
-
-    def kind(
-        self,
-        built: Build,
-        samples: int,
-        *,
-        head: bool,
-        want_gradients: bool = False,
-        trace: bool = False,
-        on_workers: bool = False,
-        in_parts: bool = False,
-    ) -> StepKind:
-        """Returns the kind of step for a purpose.
-
-        Args:
-            built: its stage functions.
-            samples: number of samples in its batch.
-            head: whether it begins with updates that the previous step left.
-            want_gradients: whether gradients are fetched, and variables left unchanged.
-            trace: whether its times are wanted.
-            on_workers: whether workers read its batch themselves.
-            in_parts: whether each of them reads only a part of it.
-        """
-        apart = want_gradients and self.placer is not None
-        apart = apart or ((want_gradients or trace) and self.passes.joins(built, samples))
-        return StepKind(samples, self.carries(built, want_gradients), head, apart, on_workers, in_parts)
 
     def step(self, built: Build, kind: StepKind) -> BuiltStep:
         """Returns a step, made once, until `leave` forgets it."""
@@ -253,8 +198,8 @@ class StepBuilder:
 
     def _complete(self, built: Build, kind: StepKind, arrangement: Arrangement) -> tuple[Program, list[Pass]]:
         """Returns a complete step of stage functions, and the passes that made it."""
-        keys = collective_keys(sum_keys(built.program, self.layout(kind.samples)))
-        return _completed(self.passes, built, kind, arrangement, self.holdings, keys, self._timing.of_passes)
+        keys = collective_keys(sum_keys(built.program, self.passes.layout(kind.samples)))
+        return complete_step(self.passes, built, kind, arrangement, self.holdings, keys, self._timing.of_passes)
 
     # ---- looking inside
 
@@ -308,7 +253,7 @@ def planned_step(
     program = run_passes(captured, passes.stage_passes(Mode.TRAIN, "train_", uncut=spec.uncut))
     source = training_source(model, passes, table, spec, program)
     kind = full_step(source, plan)
-    complete = complete_step(passes, source, kind)
+    complete, _ = complete_step(passes, source.built, kind, source.arrangement, source.holdings)
     placer = passes.placer(operator_costs)
     return complete if placer is None else placer.place(complete, source.built.input_shapes(kind), {}).program
 
@@ -335,23 +280,15 @@ def full_step(source: StepSource, plan: Plan) -> StepKind:
 
 
 def complete_step(
-    passes: StepPasses, source: StepSource, kind: StepKind, instruments: Sequence[Instrument] = ()
-) -> Program:
-    """Returns a step after all passes, except placement of single operators."""
-    built, arrangement, held = source.built, source.arrangement, source.holdings
-    return _completed(passes, built, kind, arrangement, held, 1, lambda *_: instruments)[0]
-
-
-def _completed(
     passes: StepPasses,
     built: Build,
     kind: StepKind,
     arrangement: Arrangement,
     holdings: Sequence[Holding],
-    first_key: int,
-    instruments: Callable[[Sequence[Pass], int], Sequence[Instrument]],
+    first_key: int = 1,
+    instruments: Callable[[Sequence[Pass], int], Sequence[Instrument]] = lambda *_: (),
 ) -> tuple[Program, list[Pass]]:
-    """Returns a complete step of stage functions, and the passes that made it.
+    """Returns a step after all passes but placement of single operators, and the passes that made it.
 
     Args:
         passes: the passes of the plan.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import types
 from collections.abc import Callable, Mapping, Sequence
 
 import keras
@@ -24,7 +25,7 @@ from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.step_placer import StepPlacer
 from dapple_tf.simulation.device_memory import DeviceNeed
 from dapple_tf.variables.device_values import Holding, parameters_in_shards
-from dapple_tf.variables.parameter_groups import group_updates
+from dapple_tf.variables.parameter_groups import StorageDevices, group_updates
 from graph_passes.ir.collectives import AllReduceRules
 from graph_passes.ir.group_update import GroupUpdate
 from graph_passes.ir.program import Layout, Program, Stage, VariableKind
@@ -207,7 +208,13 @@ class StepPasses:
         return tuple(held)
 
     def stored_bytes(
-        self, program: Program, holdings: Sequence[Holding], device: str, *, gradients: bool = False
+        self,
+        program: Program,
+        holdings: Sequence[Holding],
+        device: str,
+        *,
+        gradients: bool = False,
+        placed: StorageDevices = types.MappingProxyType({}),
     ) -> int:
         """Returns the bytes of the variables, optimizer slots and gradient accumulators on a device.
 
@@ -217,11 +224,15 @@ class StepPasses:
             device: name of the device.
             gradients: whether to count what only a step needs, too: dense gradients without accumulators, and whole
                 parameters of which devices keep shards.
+            placed: the devices of variables that were placed one by one.
         """
         stages = [stage for stage in program.stages if device in self.devices[stage.index]]
         kept = [v for holding in holdings if device in holding.devices for v in holding.variables]
         if gradients or self.plan.accumulates():
-            kept += [v for stage in stages for _, v, _ in stage.gradients]
+            accumulators = ((stage.index, v) for stage in program.stages for _, v, _ in stage.gradients)
+            kept += [
+                v for stage, v in accumulators if device in placed.get((stage, v.storage_name), self.devices[stage])
+            ]
         if gradients and (in_shards := parameters_in_shards(holdings)):
             gathered = [name for stage in stages for name in stage.reads if name not in stage.looked_up]
             kept += [program.variables[name] for name in gathered if name in in_shards]

@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from dapple_tf.checkpoints.checkpoint import Checkpoint, Restoration
+from dapple_tf.checkpoints.checkpoint import Checkpoint, Match, variables_of
+from dapple_tf.checkpoints.checkpoint_manifest import CLIENT, CheckpointError
 from dapple_tf.checkpoints.snapshots import Snapshot, Snapshots
 from dapple_tf.common.keras_private import inner_optimizer, learning_rate_of
+from dapple_tf.describe.faults import FaultPolicy
+from dapple_tf.execution.device_session import DeviceSession
+from dapple_tf.frontend.batch import Batch
 from dapple_tf.frontend.initialization import any_deferred, initial_of, materialize
-from dapple_tf.frontend.variables import VariableTable, read_tensor
+from dapple_tf.frontend.variables import VariableTable, read_tensor, read_value
 from dapple_tf.variables.device_values import Holding
-from dapple_tf.variables.stored_values import Session, StoredValues
+from dapple_tf.variables.stored_values import StoredValues
 from graph_passes.ir.program import VariableKind
 from graph_passes.pass_manager import Timing
-
-if TYPE_CHECKING:
-    from dapple_tf.execution.elastic import Log
 
 logger = logging.getLogger(__name__)
 
 Known = Mapping[str, tf.Tensor | None]
+Base = Mapping[str, tf.Tensor] | Path
+"""Values for a restart: the last on which devices and model agreed, or a checkpoint."""
 
 
 class Newest(enum.Enum):
@@ -41,11 +45,101 @@ class Newest(enum.Enum):
     DEVICES = enum.auto()
 
 
-class UpdatingSession(Session, Protocol):
-    """A session whose steps may leave updates to the next one."""
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A batch that was trained on.
 
-    def run_update(self, node: str) -> None:
-        """Runs a node that makes left-over updates."""
+    Attributes:
+        step: the training step's number.
+        batch: the batch.
+        rate: the learning rate, if it is a variable.
+        assigned: values that were assigned to variables before the step.
+    """
+
+    step: int
+    batch: Batch
+    rate: float | None
+    assigned: Mapping[str, tf.Tensor]
+
+
+class Log:
+    """The record from which the devices' values can be restored.
+
+    Attributes:
+        policy: what to do when workers are lost; under ``raise`` no batches are noted.
+        base: values to begin with; None before devices had any.
+        batches: the batches since then, in order. Training on them again gives the same values: besides steps, only
+            values from the model change the devices' values, and these are a new base or noted with the next batch.
+        last: values from the model that devices got after the last batch.
+        former: the base before a checkpoint that became one, and the batches between the two, until the next base.
+    """
+
+    def __init__(self, policy: FaultPolicy) -> None:
+        self.policy = policy
+        self.base: Base | None = None
+        self.batches: list[Trained] = []
+        self.last: dict[str, tf.Tensor] = {}
+        self.former: tuple[Base, list[Trained]] | None = None
+
+    def begin(self, base: Base | None) -> None:
+        """Notes that devices have these values now; None if the model's are the valid ones, whatever devices had."""
+        self.base, self.former = base, None
+        self.batches.clear()
+        self.last = {}
+
+    def assigned(self, values: Mapping[str, tf.Tensor]) -> None:
+        """Notes that devices get values of some variables from the model."""
+        if self.policy.action != "raise":
+            self.last |= values
+
+    def trained(self, step: int, batch: Batch, rate: keras.Variable | None) -> None:
+        """Notes that devices have trained on a batch."""
+        if self.policy.action != "raise":
+            value = None if rate is None else float(read_value(rate))
+            self.batches.append(Trained(step, batch.copied(), value, self.last))
+            self.last = {}
+
+    def saved(self, path: Path, step: int) -> None:
+        """Notes that a checkpoint of the values after a step is complete."""
+        if not self.batches or self.batches[0].step > step:
+            return  # The base is as new.
+        between = [entry for entry in self.batches if entry.step <= step]
+        self.former = None if self.base is None else (self.base, between)
+        self.base = path
+        self.batches = self.batches[len(between) :]
+
+    def fall_back(self) -> bool:
+        """Returns to the former base, as the base's checkpoint can't be read; False if there is none."""
+        if self.former is None:
+            return False
+        (self.base, between), self.former = self.former, None
+        self.batches = between + self.batches
+        return True
+
+    @property
+    def settled(self) -> bool:
+        """Whether the model has the newest values, if the devices have agreed with it on any."""
+        return not self.batches and not isinstance(self.base, Path)
+
+
+class _Source(NamedTuple):
+    """A checkpoint that is restored.
+
+    Attributes:
+        checkpoint: the checkpoint.
+        matches: the variables of the model and the optimizer, with their entries.
+    """
+
+    checkpoint: Checkpoint
+    matches: Sequence[Match]
+
+    def assign(self, *, by_client: bool) -> None:
+        """Assigns the variables that the training process has saved, such as the learning rate, or all others.
+
+        Raises:
+            CheckpointError: a file is damaged; nothing is assigned.
+        """
+        self.checkpoint.assign(match for match in self.matches if (match.entry.shard == CLIENT) == by_client)
 
 
 class LiveValues:
@@ -71,7 +165,7 @@ class LiveValues:
     | `rearrange`: others keep variables | | | MODEL | as `sync`, then MODEL |
     | `restore`: a checkpoint's values count | DEVICES, or FILES before the first step | same | same | same |
     | `load`: the model's values count | MODEL | MODEL | MODEL | MODEL |
-    | `drop`: the devices' are lost or wrong | MODEL | MODEL | MODEL | MODEL, with its values of the last EQUAL |
+    | `drop`: the devices' are lost or wrong | MODEL | MODEL, if known | MODEL | MODEL, with values of the last EQUAL |
     | `close`: the session ends | | | | MODEL, but known ones stay known for recovery |
     | `recover`: the base of recovery counts | DEVICES | DEVICES | | |
     | `restore_again`: devices lost a checkpoint | as `restore`; MODEL if some were assigned | MODEL, if known | | |
@@ -93,7 +187,7 @@ class LiveValues:
         table: VariableTable,
         timing: Timing,
         holdings: Callable[[], Sequence[Holding]],
-        session: UpdatingSession,
+        session: DeviceSession,
         log: Log,
     ) -> None:
         """Starts with nothing on the devices.
@@ -111,20 +205,20 @@ class LiveValues:
         self.updating = False
         self._known: Known = {}  # None: it was looked at, but only devices had a value
         self._synced: Known = {}  # what the model had before devices were ahead
-        self._source: Restoration | None = None  # the files' values
+        self._source: _Source | None = None  # the files' values
         self._unsure = True  # whether something may have been assigned
         self._rate: tf.Tensor | None = None  # the learning rate that devices have
         self._running = False
         self._told: set[str] = set()
         self._open(session)
 
-    def _open(self, session: UpdatingSession) -> None:
+    def _open(self, session: DeviceSession) -> None:
         self.left_over: str | None = None
         self._session = session
         self._stored = StoredValues(self.table, self._holdings, session)
         self._snapshots = Snapshots(self._holdings, session)
 
-    def _become(self, newest: Newest, known: Known | None = None, source: Restoration | None = None) -> None:
+    def _become(self, newest: Newest, known: Known | None = None, source: _Source | None = None) -> None:
         if newest is not Newest.DEVICES:
             self._synced = {}
         elif self.newest is Newest.EQUAL:
@@ -155,9 +249,9 @@ class LiveValues:
         return self._stored.used
 
     @property
-    def names(self) -> frozenset[str]:
+    def _kept(self) -> set[str]:
         """The variables that devices keep, as far as the prepared steps tell."""
-        return frozenset(variable.name for holding in self._holdings() for variable in holding.variables)
+        return {variable.name for holding in self._holdings() for variable in holding.variables}
 
     @property
     def learning_rate(self) -> keras.Variable | None:
@@ -203,7 +297,7 @@ class LiveValues:
                 self.resolve()
         source, fetches = self._source, self.ahead or (deferred and self.newest is Newest.EQUAL)
         if source is not None and self.restoring:
-            source.into_model()
+            source.assign(by_client=False)
         elif fetches:
             # Known variables keep the model's values, which were fetched, or assigned since.
             known = {name for name in self._known if self._has(name)} if self.ahead else set()
@@ -326,18 +420,23 @@ class LiveValues:
     def drop(self) -> None:
         """Discards the devices' values, which are lost or wrong, and lets the next step copy the model's to them.
 
-        The model gets back its values of the last ``sync``, in case single variables were looked at since.
+        The model gets back its values of the last ``sync``, in case single variables were looked at since. Values of a
+        checkpoint that devices haven't had yet aren't lost with them.
         """
         for name, value in _changed(self._in_model(self._synced), self._synced).items():
             self.table.keras_variables[name].assign(value)
-        self.load()
+        if not self.restoring:
+            self.load()
 
     def supply(self) -> None:
         """Gives the devices the newest values, unless they have them; a step must have been prepared."""
         source, known = self._source, self._known
         if source is not None:
-            self._become(Newest.MODEL)  # if a file is damaged
-            source.onto_devices()
+            try:
+                self._onto_devices(source)
+            except CheckpointError:
+                self._become(Newest.MODEL)
+                raise
             if known:
                 self._become(Newest.EQUAL, known)
                 self._log.begin({name: value for name, value in known.items() if value is not None})
@@ -394,7 +493,7 @@ class LiveValues:
         if self.ahead:
             self.newest = Newest.MODEL
 
-    def move_to(self, session: UpdatingSession) -> None:
+    def move_to(self, session: DeviceSession) -> None:
         """Continues in another session on the same devices, with the values that devices have.
 
         Updates left to the next step are made, and a snapshot that is being written is finished first.
@@ -404,8 +503,7 @@ class LiveValues:
             self.flush()
             stored.take_over(self._stored)
         self._snapshots.wait()
-        self._open(session)
-        self._stored = stored
+        self._session, self._stored, self._snapshots = session, stored, Snapshots(self._holdings, session)
 
     def rearrange(self, before: Sequence[Holding], after: Sequence[Holding], renew: Callable[[], None]) -> None:
         """Prepares for other devices to keep the variables from now on.
@@ -426,8 +524,8 @@ class LiveValues:
         if self.ahead:
             self.sync()
         self.close()
-        renew()
         self._become(Newest.MODEL)
+        renew()
         self._open(self._session)
 
     def follow(self, other: LiveValues) -> None:
@@ -436,14 +534,18 @@ class LiveValues:
 
     # ---- files
 
-    def snapshot(self, keys: Mapping[str, str]) -> Snapshot:
-        """Takes a snapshot of the devices' variables, to be written during steps, after the last one was written.
+    def snapshot(self, variables: Mapping[str, keras.Variable]) -> Snapshot:
+        """Takes a snapshot of what devices keep, to be written during steps, after the last one was written.
+
+        The learning rate isn't among it: the model's is the valid one.
 
         Args:
-            keys: variable -> its name in files. Others aren't written.
+            variables: name in files -> variable.
         """
+        table, kept = self.table, self._kept.difference(self._rate_name)
+        names = {table.name_of(own): key for key, own in variables.items() if table.knows(own)}
         self.flush()
-        return self._snapshots.take(keys)
+        return self._snapshots.take({name: key for name, key in names.items() if name in kept})
 
     def settle(self) -> bool:
         """Brings the valid values to the devices, to be saved from there.
@@ -458,35 +560,48 @@ class LiveValues:
         self.supply()
         return True
 
-    def fill(self, path: Path, located: Mapping[str, tuple[str, str]]) -> None:
-        """Copies files -> devices, except the learning rate, which the next step brings; needs a prepared step.
-
-        Args:
-            path: directory of the files.
-            located: variable -> (name of its tensor bundle there, its name in it), for all that devices keep.
-
-        Raises:
-            CheckpointError: a file is damaged, or a server can't read it; the variables are unchanged.
-        """
-        self._snapshots.restore(path, located)
-        self._stored.filled()
-        self.left_over = self._rate = None
-        self._become(Newest.DEVICES)
-
-    def restore(self, source: Restoration) -> None:
+    def restore(self, checkpoint: Checkpoint) -> None:
         """Copies a checkpoint to the devices, directly from files, or with the next step if none is prepared yet.
 
         Raises:
-            CheckpointError: a file is damaged, or a server can't read it; the devices' values are unchanged.
+            CheckpointError: it doesn't fit the model, a file is damaged, or a server can't read it; the devices' values
+                are unchanged.
         """
-        if source.done:
+        source = self._source_of(checkpoint)
+        source.assign(by_client=True)  # They may be changed from now on.
+        self._restore(source)
+
+    def _source_of(self, checkpoint: Checkpoint) -> _Source:
+        return _Source(checkpoint, checkpoint.match(variables_of(self._model)))
+
+    def _restore(self, source: _Source) -> None:
+        if all(match.entry.shard == CLIENT for match in source.matches):  # It was saved before the first step.
             self.load()
             return
         if self.prepared:
-            source.onto_devices()
+            self._onto_devices(source)
         else:
             self._become(Newest.FILES, source=source)
-        self._log.begin(source.path)
+        self._log.begin(source.checkpoint.path)
+
+    def _onto_devices(self, source: _Source) -> None:
+        """Has the servers read what their devices keep, and the model the rest; a step must have been prepared.
+
+        The next step brings the learning rate.
+        """
+        table, kept = self.table, self._kept
+        located, others = {}, []
+        for match in source.matches:
+            name = table.name_of(match.variable) if table.knows(match.variable) else None
+            if name in kept:
+                located[name] = (match.entry.shard, match.entry.key)
+            elif match.entry.shard != CLIENT:
+                others.append(match)
+        self._snapshots.restore(source.checkpoint.path, located)
+        self._stored.filled()
+        self.left_over = self._rate = None
+        self._become(Newest.DEVICES)
+        source.checkpoint.assign(others)
 
     # ---- recovery
 
@@ -496,11 +611,11 @@ class LiveValues:
             self.load()  # The model has them.
             return
         assigned = self._log.last | _changed(self._known, self._in_model(self._known))
-        source = self._again(path)
+        source = self._source_of(Checkpoint.open(path))
         if not assigned:
-            self.restore(source)
+            self._restore(source)
             return
-        source.into_model()
+        source.assign(by_client=False)
         for name, value in assigned.items():
             self.table.keras_variables[name].assign(value)
         self.load()
@@ -510,13 +625,10 @@ class LiveValues:
         base, known = self._log.base, self._known
         assert base is not None
         if isinstance(base, Path):
-            self._again(base).onto_devices()
+            self._onto_devices(self._source_of(Checkpoint.open(base)))
         else:
             self._load(base)
         self._become(Newest.DEVICES, known)
-
-    def _again(self, path: Path) -> Restoration:
-        return Restoration(Checkpoint.open(path), self._model, self, again=True)
 
 
 def _changed(before: Known, now: Known) -> dict[str, tf.Tensor]:

@@ -20,8 +20,7 @@ import tensorflow as tf
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.errors import DataError, reason
 from dapple_tf.execution.device_session import DeviceSession
-from dapple_tf.frontend.dataset_graphs import Drawn
-from dapple_tf.frontend.on_workers import Address, OnWorkers, Part, Shape
+from dapple_tf.frontend.on_workers import Address, Drawn, OnWorkers, Part, Shape
 from graph_passes.ir.batching import Interval
 from graph_passes.ir.graph import GraphDef, copied
 from graph_passes.ir.kernels import host_of
@@ -49,34 +48,32 @@ def area_of(dtypes: Iterable[str]) -> str:
 
 @dataclasses.dataclass
 class _Reader:
-    """One worker's iterator of one dataset, and the nodes that move it, by their names in the session's graph.
+    """One worker's iterator of one dataset, which nodes of the session's graph move.
+
+        keep       makes the dataset, from which all rounds read
+        begin      begins a round, and leaves out as many batches as skip:0 is fed
+        lengths:0  reads the next batch, and keeps it under the number that number:0 is fed: the lengths of its axes,
+                   array by array; -1 alone, and nothing is kept, if the round has ended
+        drop       removes the batch of that number
+        advance    reads the next batch, if there is one, and keeps nothing
 
     Attributes:
         host: CPU of the worker.
-        keep: node that makes the dataset, from which all rounds read.
-        begin: node that begins a round.
-        skip: placeholder of the number of batches that are left out at its beginning.
-        number: placeholder of the number under which a batch is kept.
-        lengths: tensor that reads the next batch and keeps it: the lengths of its axes, array by array; -1 alone, and
-            nothing is kept, if the round has ended.
-        drop: node that removes a batch.
-        advance: node that reads the next batch, if there is one, and keeps nothing.
+        name: the name before those of the nodes.
         drawn: when a round of the dataset has drawn its seeds.
         rounds: number of rounds begun.
         next: number of the batch that is read next; None if that isn't known.
     """
 
     host: str
-    keep: str
-    begin: str
-    skip: str
-    number: str
-    lengths: str
-    drop: str
-    advance: str
+    name: str
     drawn: Drawn
     rounds: int = 0
     next: int | None = None
+
+    def at(self, node: str) -> str:
+        """Returns a node's name in the session's graph."""
+        return f"{self.name}/{node}"
 
 
 @dataclasses.dataclass
@@ -233,9 +230,9 @@ class WorkerData:
             return True
         for reader in readers:
             reader.next = None  # as long as it isn't known that all have read
-        numbers = {reader.number: batch.number for reader in readers}
+        numbers = {reader.at("number:0"): batch.number for reader in readers}
         try:
-            lengths = self._session.run([reader.lengths for reader in readers], numbers)
+            lengths = self._session.run([reader.at("lengths:0") for reader in readers], numbers)
         except tf.errors.OpError as error:
             raise self._explained(error, address, readers) from error
         ended = [reader.host for reader, own in zip(readers, lengths, strict=True) if own[0] < 0]
@@ -287,12 +284,12 @@ class WorkerData:
         try:
             if reader is None or reader.rounds > address.round:
                 reader = self._add_reader(address.source, host)
-                self._session.run([reader.keep])
+                self._session.run([reader.at("keep")])
                 self._readers[address.source, host] = reader
             while reader.rounds < address.round:
                 self._repeat(reader, address.source.rounds[reader.rounds])
                 reader.rounds += 1
-            self._session.run([reader.begin], {reader.skip: address.number})
+            self._session.run([reader.at("begin")], {reader.at("skip:0"): address.number})
             reader.rounds += 1
         except tf.errors.OpError as error:
             self._readers.pop((address.source, host), None)  # It may have begun a round.
@@ -305,9 +302,9 @@ class WorkerData:
         count = min(_NEEDED[reader.drawn], _ALL if length is None else length)
         if count > 1:
             logger.info("worker %d reads round %d again", self._hosts.index(reader.host), reader.rounds + 1)
-        self._session.run([reader.begin], {reader.skip: max(0, count - 1)})
+        self._session.run([reader.at("begin")], {reader.at("skip:0"): max(0, count - 1)})
         if count:
-            self._session.run([reader.advance])
+            self._session.run([reader.at("advance")])
 
     def _agree(self, address: Address, hosts: Sequence[str]) -> bool:
         """Whether workers that read a batch have drawn the same seeds when these have read the rounds before again.
@@ -350,7 +347,9 @@ class WorkerData:
 
     def _drop(self, source: OnWorkers, number: int, hosts: Collection[str]) -> None:
         readers = [self._readers[source, host] for host in hosts]
-        self._session.run([reader.drop for reader in readers], {reader.number: number for reader in readers})
+        self._session.run(
+            [reader.at("drop") for reader in readers], {reader.at("number:0"): number for reader in readers}
+        )
 
     # ---- graphs
 
@@ -360,9 +359,7 @@ class WorkerData:
         parts = source.parts(self.groups)
         part = parts[self._parts.index(self._part_of[host]) if source.in_parts else 0]
         self._session.add(_reading(part, host, self._cluster.host_device, name), name)
-        nodes = ("keep", "begin", "skip:0", "number:0", "lengths:0", "drop", "advance")
-        keep, begin, skip, number, lengths, drop, advance = (f"{name}/{node}" for node in nodes)
-        return _Reader(host, keep, begin, skip, number, lengths, drop, advance, part.drawn)
+        return _Reader(host, name, part.drawn)
 
 
 def _is_before(reader: _Reader, address: Address) -> bool:
@@ -370,7 +367,7 @@ def _is_before(reader: _Reader, address: Address) -> bool:
 
 
 def _reading(part: Part, host: str, client: str, name: str) -> GraphDef:
-    """Returns the graph by which a worker reads; the nodes of `_Reader` and what they need."""
+    """Returns the graph by which a worker reads; the nodes of `_Reader`, and their inputs."""
     dtypes, shapes = [spec.dtype for spec in part.specs], [spec.shape for spec in part.specs]
     raw = tf.raw_ops
     with tf.Graph().as_default() as graph:

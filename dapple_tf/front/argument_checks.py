@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 
 import keras
 
-from dapple_tf.common.keras_private import items_of
+from dapple_tf.common.keras_private import functional_graph, items_of, nodes_in_order
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.layer_profile import ProfileError
 from dapple_tf.describe.plan import FD_DPS, Plan, PlanError
@@ -15,7 +16,6 @@ from dapple_tf.describe.profile import Profile
 from dapple_tf.execution.step_passes import StepPasses, pipeline
 from dapple_tf.frontend.batch import declared_spec
 from dapple_tf.frontend.capture import Mode, capture
-from dapple_tf.frontend.functional import cuts_are_safe
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.operators.op_costs import OperatorCosts
 from graph_passes.analysis.slice_shapes import LengthsUnknownError
@@ -59,62 +59,37 @@ def check_combination(
         TypeError: an argument means nothing beside the others.
     """
     places = placement == FD_DPS or (plan is not None and plan.places_operators)
-    planned = 0 if plan is None else plan.global_batch_size
-    why_no_trial = "got a plan" if plan is not None else f"places all operators by placement={FD_DPS!r}"
     names = ", ".join(planning)
-    rows = (
-        (
-            placement not in (None, FD_DPS),
-            PlanError(f"unknown placement {placement!r}; use {FD_DPS!r}, or leave it out"),
-        ),
-        (
-            plan is None and global_batch_size is None,
-            PlanError("transform() got neither a plan nor a global_batch_size; give one of them"),
-        ),
-        (
-            not isinstance(by_trial, bool),
-            TypeError(f"by_trial is {by_trial!r}; give True or False"),
-        ),
-        (
-            by_trial and (plan is not None or places),
-            TypeError(f"transform() {why_no_trial}, so that there are no plans to try; leave by_trial out"),
-        ),
-        (
-            planning and places,
-            TypeError(
-                f"transform() places operators, for which nothing is searched that {names} would be about; leave them "
-                f"out"
-            ),
-        ),
-        (
-            operator_costs is not None and not places,
-            TypeError(
-                f"transform() got operator_costs, which mean nothing unless operators are placed; add "
-                f"placement={FD_DPS!r}, or leave them out"
-            ),
-        ),
-        (
-            plan is None and not places and not cluster.real,
-            PlanError(
-                "this cluster is a description without real devices: plan for it with dapple_tf.plan(), and transform "
-                "on a real one"
-            ),
-        ),
-        (
-            planning and plan is not None,
-            TypeError(f"transform() got a plan, so that {names} mean nothing; leave them out"),
-        ),
-        (
-            plan is not None and global_batch_size not in (None, planned),
-            PlanError(
-                f"transform() got global_batch_size={global_batch_size} and a plan for {planned}; leave "
-                f"global_batch_size out, or make a plan for it"
-            ),
-        ),
-    )
-    for wrong, error in rows:
-        if wrong:
-            raise error
+    if placement not in (None, FD_DPS):
+        raise PlanError(f"unknown placement {placement!r}; use {FD_DPS!r}, or leave it out")
+    if plan is None and global_batch_size is None:
+        raise PlanError("transform() got neither a plan nor a global_batch_size; give one of them")
+    if not isinstance(by_trial, bool):
+        raise TypeError(f"by_trial is {by_trial!r}; give True or False")
+    if by_trial and (plan is not None or places):
+        why = "got a plan" if plan is not None else f"places all operators by placement={FD_DPS!r}"
+        raise TypeError(f"transform() {why}, so that there are no plans to try; leave by_trial out")
+    if planning and places:
+        raise TypeError(
+            f"transform() places operators, for which nothing is searched that {names} would be about; leave them out"
+        )
+    if operator_costs is not None and not places:
+        raise TypeError(
+            f"transform() got operator_costs, which mean nothing unless operators are placed; add "
+            f"placement={FD_DPS!r}, or leave them out"
+        )
+    if plan is None and not places and not cluster.real:
+        raise PlanError(
+            "this cluster is a description without real devices: plan for it with dapple_tf.plan(), and transform on a "
+            "real one"
+        )
+    if planning and plan is not None:
+        raise TypeError(f"transform() got a plan, so that {names} mean nothing; leave them out")
+    if plan is not None and global_batch_size not in (None, plan.global_batch_size):
+        raise PlanError(
+            f"transform() got global_batch_size={global_batch_size} and a plan for {plan.global_batch_size}; leave "
+            f"global_batch_size out, or make a plan for it"
+        )
 
 
 def check_passes(passes: object) -> None:
@@ -157,3 +132,36 @@ def check_cuts(model: keras.Model, passes: StepPasses) -> None:
         path, _, _ = cut.partition("#")
         if path.rpartition("/")[2] not in names:
             find_call(path, [LayerCall(name, 0, 1) for name in names])
+
+
+def cuts_are_safe(model: keras.Model, cuts: Sequence[str]) -> bool:
+    """Whether a functional model can certainly be cut after these layers, without data or a trace.
+
+    True if every cut is the plain name of a layer of the model itself, called once and unique in all nested layers, the
+    cuts are in calling order, every stage has a layer with weights, and every tensor that crosses a cut has the batch
+    as its first and only unknown axis. All other cuts need a trace. Layers whose number of rows depends on the data
+    show when the first batch is prepared.
+    """
+    graph = functional_graph(model)
+    if graph is None:
+        return False
+    operations = {id(item): item for item in items_of(model) if item is not model}
+    names = [operation.name for operation in operations.values()]
+    calls = [node for node in nodes_in_order(graph) if node.operation and not node.is_input]
+    order = {node.operation.name: position for position, node in enumerate(calls)}
+    if any(names.count(cut) != 1 or cut not in order for cut in cuts):
+        return False
+    if any(sum(node.operation.name == cut for node in calls) != 1 for cut in cuts):
+        return False
+    starts = [0, *(order[cut] + 1 for cut in cuts), len(calls)]
+    stages = [range(start, stop) for start, stop in itertools.pairwise(starts)]
+    if not all(any(getattr(calls[position].operation, "weights", ()) for position in stage) for stage in stages):
+        return False
+    stage_of = {position: number for number, stage in enumerate(stages) for position in stage}
+    maker = {id(tensor): stage_of[position] for position, node in enumerate(calls) for tensor in node.outputs}
+    return all(
+        tensor.shape[:1] == (None,) and None not in tensor.shape[1:]
+        for position, node in enumerate(calls)
+        for tensor in node.input_tensors
+        if maker.get(id(tensor), stage_of[position]) != stage_of[position]
+    )

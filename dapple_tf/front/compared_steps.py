@@ -25,7 +25,7 @@ from dapple_tf.execution.notes import Note, NoteKind, notes_of
 from dapple_tf.execution.runtime import Runtime
 from dapple_tf.execution.terminal import without_noise
 from dapple_tf.front.model_copies import FLOATS, copy_of, doubled
-from dapple_tf.front.verification import EXACT, TOLERANCES, ComparedSteps, Difference, restored
+from dapple_tf.front.verification import EXACT, TOLERANCES, ComparedSteps, Difference, restored, tensors
 from dapple_tf.frontend.batch import Batch
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.own_steps import own_steps
@@ -87,15 +87,6 @@ def plain_steps(model: keras.Model, data: tuple[Any, Any, Any], steps: int, *, t
         for _ in range(steps):
             traced()
         return Outcome.of(model, logs=training)
-
-
-def tensors(trees: tuple[Any, Any, Any]) -> list[Any]:
-    """Converts structures of arrays to structures of tensors."""
-
-    def tensor(leaf: Any) -> Any:
-        return None if leaf is None else tf.convert_to_tensor(leaf)
-
-    return [keras.tree.map_structure(tensor, tree) for tree in trees]
 
 
 def of_arrays(trees: tuple[Any, Any, Any], function: Callable[[np.ndarray], np.ndarray]) -> tuple[Any, Any, Any]:

@@ -40,10 +40,9 @@ from dapple_tf.errors import DataError, NonFiniteLossError
 from dapple_tf.execution.builds import PREPARED_STEPS, StepResult
 from dapple_tf.execution.engine import Engine
 from dapple_tf.execution.runtime import Runtime
-from dapple_tf.execution.step_passes import pipeline
 from dapple_tf.execution.terminal import beside_progress_bar
 from dapple_tf.front.argument_checks import check_cuts
-from dapple_tf.frontend.attachment import Hooks, Sync, attached, behind, entered
+from dapple_tf.frontend.attachment import Hooks, Sync, attached, behind, entered, listed
 from dapple_tf.frontend.batch import Batch, Batches, BatchSpec
 from dapple_tf.frontend.batch_sizes import BatchSizes, Predicted, check_has_batches, no_batch
 from dapple_tf.frontend.capture import Mode, check_model
@@ -99,7 +98,7 @@ class Training(ModelFront):
         self._runtime = Runtime(
             *(model, cluster, plan, profile, faults or FaultPolicy(), operator_costs),
             quiet=quiet,
-            pipeline=pipeline(self._own_passes),
+            passes=self._own_passes,
             prepared_steps=prepared_steps,
         )
         self._start()
@@ -231,9 +230,7 @@ class Training(ModelFront):
 
     def _watch_by(self, callbacks: Any, stack: contextlib.ExitStack) -> None:
         """Connects the user's `PipelineMonitor` to the steps, if the callbacks have one."""
-        given = getattr(callbacks, "callbacks", callbacks)
-        given = given if isinstance(given, (list, tuple)) else [given]
-        monitors = [callback for callback in given if isinstance(callback, PipelineMonitor)]
+        monitors = [callback for callback in listed(callbacks) if isinstance(callback, PipelineMonitor)]
         if len(monitors) > 1:
             raise ValueError(f"fit() got {len(monitors)} PipelineMonitors among its callbacks; give it one")
         stack.callback(setattr, self._monitor, "callback", self._monitor.callback)
@@ -418,7 +415,9 @@ class Training(ModelFront):
         """
 
         def function(iterator: Any) -> dict[str, Any]:
-            batches = self._pass(mode, iterator)
+            batches = self._passes.get(mode)
+            if batches is None or batches.iterator is not iterator:
+                batches = self._passes[mode] = self._batches(mode, iterator)
             for step in range(self.model.steps_per_execution):
                 if batches.skip():
                     self._begun.add(mode)
@@ -454,7 +453,8 @@ class Training(ModelFront):
         if prefetch is not None:
             prefetch()
         waited = time.perf_counter() - started
-        self._step(mode, batch)
+        result = self._train(batch) if mode is Mode.TRAIN else self._runtime.run(mode, batch)
+        self._runtime.metrics.update(mode.value, result.metrics, result.loss, batch.samples)
         self._run_specs[mode] = batch.spec
         if mode is Mode.TRAIN and self._monitor.callback is not None:
             self._monitor.callback.stepped(batch.samples, time.perf_counter() - started, waited)
@@ -465,13 +465,6 @@ class Training(ModelFront):
         if mode is Mode.TRAIN and self._monitor.callback is not None:
             logs |= self._monitor.callback.latest
         return logs
-
-    def _pass(self, mode: Mode, iterator: Iterable[Any]) -> Batches:
-        """Returns the batches of an iterator; the following ones if it is the same iterator again."""
-        before = self._passes.get(mode)
-        if before is None or before.iterator is not iterator:
-            self._passes[mode] = self._batches(mode, iterator)
-        return self._passes[mode]
 
     def _batches(self, mode: Mode, iterator: Iterable[Any]) -> Batches:
         return Batches(self.model, iterator, known=self._specs.get(mode), cut=self.plan.cuts_batches)
@@ -492,11 +485,6 @@ class Training(ModelFront):
 
     def _one_batch(self, mode: Mode, data: Any) -> Batch:
         return self._next(mode, self._batches(mode, [data]))
-
-    def _step(self, mode: Mode, batch: Batch) -> None:
-        """Runs one training or test step and updates the metrics."""
-        result = self._train(batch) if mode is Mode.TRAIN else self._runtime.run(mode, batch)
-        self._runtime.metrics.update(mode.value, result.metrics, result.loss, batch.samples)
 
     def _train(self, batch: Batch, *, trace: bool = False) -> StepResult:
         self._follow_plan()
@@ -541,7 +529,7 @@ class Training(ModelFront):
         for item in items:
             batch = self._one_batch(Mode.PREDICT, item)
             tensors = [tf.convert_to_tensor(array) for array in self._runtime.run(Mode.PREDICT, batch).outputs]
-            outputs.append(keras.tree.pack_sequence_as(self._engine.output_structure(batch.spec), tensors))
+            outputs.append(keras.tree.pack_sequence_as(self._engine.table.outputs[batch.spec.key], tensors))
         if len(outputs) == 1:
             return outputs[0]
         return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)

@@ -380,6 +380,15 @@ def restored(model: keras.Model) -> Iterator[None]:
             variable.assign(value)
 
 
+def tensors(trees: tuple[Any, Any, Any]) -> list[Any]:
+    """Converts structures of arrays to structures of tensors."""
+
+    def tensor(leaf: Any) -> Any:
+        return None if leaf is None else tf.convert_to_tensor(leaf)
+
+    return [keras.tree.map_structure(tensor, tree) for tree in trees]
+
+
 def plain_step(
     model: keras.Model, x: Any, y: Any, sample_weight: Any, *, training: bool
 ) -> tuple[float, list[np.ndarray | None]]:
@@ -387,21 +396,16 @@ def plain_step(
 
     Losses and metrics are compiled anew for it. The model's values, seeds and metrics don't change.
     """
-    tensors = [
-        keras.tree.map_structure(lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), tree)
-        for tree in (x, y, sample_weight)
-    ]
+    data = tensors((x, y, sample_weight))
 
     @tf.function(autograph=False)
     def step() -> tuple[tf.Tensor, list[tf.Tensor | None]]:
         if "train_step" in own_steps(model):
-            loss, gradients = plain_gradients(model, keras.utils.pack_x_y_sample_weight(*tensors))
+            loss, gradients = plain_gradients(model, keras.utils.pack_x_y_sample_weight(*data))
             return loss, [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
         with tf.GradientTape() as tape:
-            outputs = model(tensors[0], training=training) if takes_training(model) else model(tensors[0])
-            loss = compute_loss(
-                model, x=tensors[0], y=tensors[1], y_pred=outputs, sample_weight=tensors[2], training=training
-            )
+            outputs = model(data[0], training=training) if takes_training(model) else model(data[0])
+            loss = compute_loss(model, x=data[0], y=data[1], y_pred=outputs, sample_weight=data[2], training=training)
         gradients = tape.gradient(loss, [variable.value for variable in model.trainable_variables])
         return loss, [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
 

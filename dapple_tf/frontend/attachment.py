@@ -129,12 +129,17 @@ def _forwarding(entries: dict[int, Callable[..., Any] | None], original: Callabl
     return call
 
 
+def listed(callbacks: Any) -> list[Any]:
+    """Returns callbacks that were given as Keras takes them: several, one or None."""
+    given = getattr(callbacks, "callbacks", callbacks)
+    return list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+
+
 @contextlib.contextmanager
 def behind(first: keras.callbacks.Callback, callbacks: Any) -> Iterator[Any]:
     """Yields the user's callbacks, behind one of our own."""
     if not isinstance(callbacks, keras.callbacks.CallbackList):
-        own = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks] if callbacks is not None else []
-        yield [first, *own]
+        yield [first, *listed(callbacks)]
         return
     callbacks.callbacks.insert(0, first)
     try:

@@ -104,6 +104,15 @@ class BatchSpec:
                 raise DataError(f"{leaf.name} has shape {_shown(leaf.shape)}, where {_shown(wanted.shape)} is expected")
         return [_as_array(value) for value in _present((x, y, sample_weight))]
 
+    def filled(self, values: Iterable[Any]) -> tuple[Any, Any, Any]:
+        """Returns the structures of x, y and sample_weight with these values, in feed order, in place of leaves."""
+        rest = iter(values)
+
+        def fill(tree: Any) -> Any:
+            return keras.tree.map_structure(lambda leaf: None if leaf is None else next(rest), tree)
+
+        return fill(self.x), fill(self.y), fill(self.sample_weight)
+
     def plainly_fits(self, x: Any, y: Any, sample_weight: Any) -> bool:
         """Whether a batch of at most one array per part certainly fits; False means unknown.
 
@@ -138,20 +147,13 @@ class BatchSpec:
 
     def widened(self, other: BatchSpec) -> BatchSpec:
         """Returns a spec that also covers another of the same structure: axes whose lengths differ become None."""
-        wider = iter(
-            [
-                dataclasses.replace(
-                    own, shape=tuple(a if a == b else None for a, b in zip(own.shape, given.shape, strict=True))
-                )
-                for own, given in zip(self.leaves, other.leaves, strict=True)
-            ]
-        )
-
-        def replaced(tree: Any) -> Any:
-            return keras.tree.map_structure(lambda leaf: None if leaf is None else next(wider), tree)
-
-        uncut = self.uncut or other.uncut
-        return BatchSpec(replaced(self.x), replaced(self.y), replaced(self.sample_weight), uncut)
+        wider = [
+            dataclasses.replace(
+                own, shape=tuple(a if a == b else None for a, b in zip(own.shape, given.shape, strict=True))
+            )
+            for own, given in zip(self.leaves, other.leaves, strict=True)
+        ]
+        return BatchSpec(*self.filled(wider), self.uncut or other.uncut)
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.leaves))

@@ -1,4 +1,4 @@
-"""Copies of the nodes of a layer's call for equal calls; see `repeated_calls.py`."""
+"""Copies of the nodes of a layer's call for equal calls; see `layer_calls.py`."""
 
 from __future__ import annotations
 
@@ -158,9 +158,6 @@ class Templates:
         self._graph = graph
         self._by_name: dict[str, Template] = {}
         self._layers: dict[str, Sequence[Any]] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_name)
 
     def stands_for(self, node: NodeDef) -> Template | None:
         """Returns the template for which a node stands; None for other nodes."""

@@ -8,7 +8,7 @@ import enum
 import functools
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -18,17 +18,23 @@ from dapple_tf.common.keras_private import (
     adds_loss,
     build_for,
     compute_loss,
+    functional_graph,
     hardware_questions,
     layers_of,
+    output_structure,
     recompiled,
     seeds_of,
     takes_training,
+    tensorflow_variable,
 )
 from dapple_tf.errors import CaptureError, reason
 from dapple_tf.frontend.batch import BatchSpec, Leaf, Shape, spec_of
-from dapple_tf.frontend.captured_graph import paths_of_nodes, pruned, without_captures
-from dapple_tf.frontend.custom_gradients import custom_gradients, gradients_of_variables, write_gradients
-from dapple_tf.frontend.functional import outputs_as_declared
+from dapple_tf.frontend.custom_gradients import (
+    custom_gradients,
+    gradients_of_variables,
+    own_gradients,
+    write_gradients,
+)
 from dapple_tf.frontend.host_part import CapturedProgram, split_host_part, tables_of
 from dapple_tf.frontend.layer_calls import LayerCalls
 from dapple_tf.frontend.losses import GlobalNormalizers
@@ -36,13 +42,13 @@ from dapple_tf.frontend.metrics import is_sum, metric_names, weighted_means
 from dapple_tf.frontend.model_front import ModelFront
 from dapple_tf.frontend.own_steps import own_losses, own_steps, predicted, run_own_step
 from dapple_tf.frontend.patching import replaced
-from dapple_tf.frontend.py_functions import own_gradients
 from dapple_tf.frontend.replica_sums import ReplicaSums
 from dapple_tf.frontend.step_logs import OptimizerReads, StepLogs, TracedLogs
 from dapple_tf.frontend.trace_scope import TraceScope, functions_traced
 from dapple_tf.frontend.variables import VariableTable, placeholders_of
-from graph_passes.ir.graph import FLOAT_DTYPES, Graph, Ref
-from graph_passes.ir.program import Program, Roles, Slice, Variable, VariableKind
+from graph_passes.ir.graph import FLOAT_DTYPES, LAYER_ATTR, POSITION_ATTR, Graph, GraphDef, Ref
+from graph_passes.ir.program import LayerCall, Program, Roles, Slice, Variable, VariableKind
+from graph_passes.ir.tensorflow_bridge import make_constant
 from graph_passes.ir.tensorflow_private import number_of_nodes
 from graph_passes.passes.scale_losses import scale_losses
 
@@ -134,14 +140,10 @@ def build(model: keras.Model, table: VariableTable, spec: BatchSpec) -> None:
         return
 
     def symbolic(*, sized: bool = False) -> Any:
-        def tensor(leaf: Any) -> Any:
-            return None if leaf is None else keras.KerasTensor(_shape(leaf, sized=sized), leaf.dtype)
-
-        structures = (spec.x, spec.y, spec.sample_weight)
-        return tuple(None if tree is None else keras.tree.map_structure(tensor, tree) for tree in structures)
+        return spec.filled(keras.KerasTensor(_shape(leaf, sized=sized), leaf.dtype) for leaf in spec.leaves)
 
     try:
-        with outputs_as_declared(model):
+        with _outputs_as_declared(model):
             build_for(model, symbolic())
     except _REFUSED as error:
         capture(model, table, Mode.PREDICT, spec)  # Names the layer, if it is one.
@@ -151,6 +153,29 @@ def build(model: keras.Model, table: VariableTable, spec: BatchSpec) -> None:
         if static:
             raise _takes_static_size(where, error) from error
         raise CaptureError(f"{where} can't be computed for batches of {spec}: {reason(error)}") from error
+
+
+@contextlib.contextmanager
+def _outputs_as_declared(model: keras.Model) -> Iterator[None]:
+    """Makes a functional model's call return placeholders of its declared shapes and dtypes, inside the context.
+
+    Building losses and metrics needs only these, and otherwise traces the whole model.
+    """
+    graph = functional_graph(model)
+    if graph is None or "call" in vars(model):
+        yield
+        return
+
+    def call(*_: Any, **__: Any) -> Any:
+        return keras.tree.map_structure(
+            lambda tensor: tf.compat.v1.placeholder(tensor.dtype, tensor.shape), output_structure(graph)
+        )
+
+    vars(model)["call"] = call  # An assignment would be tracked by Keras.
+    try:
+        yield
+    finally:
+        del vars(model)["call"]
 
 
 def capture(
@@ -190,34 +215,31 @@ def capture(
     return program
 
 
+@dataclasses.dataclass(eq=False)
 class _Tracing:
     """One trace.
 
-    Args:
+    Attributes:
         model, table, mode, spec, training, gpus: see `capture`.
         own: whether it is the model's own step.
         share: whether equal calls of layers may be traced once.
         sized: whether for one size of batches instead of any: that at hand if there is one.
     """
 
-    def __init__(
-        self,
-        model: keras.Model,
-        table: VariableTable,
-        mode: Mode,
-        spec: BatchSpec,
-        training: bool,
-        own: bool,
-        gpus: bool,
-        share: bool = True,
-        sized: bool = False,
-    ) -> None:
-        self.model, self.table, self.mode, self.spec, self.training = model, table, mode, spec, training
-        self.own, self.gpus, self.sized = own, gpus, sized
-        self.arguments = model, table, mode, spec, training, own, gpus
+    model: keras.Model
+    table: VariableTable
+    mode: Mode
+    spec: BatchSpec
+    training: bool
+    own: bool
+    gpus: bool
+    share: bool = True
+    sized: bool = False
+
+    def __post_init__(self) -> None:
         # What its own step does with tensors, such as differentiating, isn't known, nor what strings are used for.
-        self.share = share and not own and all(leaf.dtype != "string" for leaf in spec.leaves)
-        self.calls = LayerCalls(model, share=self.share)
+        self.share = self.share and not self.own and all(leaf.dtype != "string" for leaf in self.spec.leaves)
+        self.calls = LayerCalls(self.model, share=self.share)
         self.logs: TracedLogs | None = None
         self.structure: Any = None
 
@@ -245,7 +267,7 @@ class _Tracing:
 
     def _again(self, *, share: bool) -> Program:
         """Traces the model once more."""
-        tracing = _Tracing(*self.arguments, share)
+        tracing = dataclasses.replace(self, share=share)
         program = tracing.run()
         self.structure = tracing.structure
         return program
@@ -263,7 +285,7 @@ class _Tracing:
                 f"can't record: use keras.ops.where, keras.ops.cond or keras.ops.while_loop. TensorFlow says: "
                 + reason(error).partition(". ")[0]
             )
-        if _works(_Tracing(*self.arguments, share=False, sized=True).graph_of_trace):
+        if _works(dataclasses.replace(self, share=False, sized=True).graph_of_trace):
             return _takes_static_size(where, error)
         return CaptureError(f"{where} can't be traced: {reason(error)}")
 
@@ -276,15 +298,7 @@ class _Tracing:
             )
             for leaf in self.spec.leaves
         ]
-        leaves = iter(self.inputs)
-
-        def structure(tree: Any) -> Any:
-            if tree is None:
-                return None
-            flat = [None if leaf is None else next(leaves) for leaf in keras.tree.flatten(tree)]
-            return keras.tree.pack_sequence_as(tree, flat)
-
-        x, y, sample_weight = (structure(tree) for tree in (self.spec.x, self.spec.y, self.spec.sample_weight))
+        x, y, sample_weight = self.spec.filled(self.inputs)
         self.weight = placeholder("float64", [], name="slice_weight")
         self.number = placeholder("int32", [], name="slice_number")
         self.samples = placeholder("int32", [], name="slice_samples")
@@ -333,7 +347,7 @@ class _Tracing:
 
     def _trace_own_step(self, scope: TraceScope, reads: OptimizerReads, data: Any) -> None:
         """Traces the model's own ``train_step`` or ``test_step``."""
-        logs, terms = run_own_step(self.model, self.table, f"{self.mode.value}_step", scope, reads, data)
+        logs, terms = run_own_step(f"{self.mode.value}_step", scope, reads, data)
         self.model_end = self.calls.end or number_of_nodes(self.graph)
         if self.mode is Mode.TRAIN:
             # A tape differentiates the sum of one number per sample; the slices' sums add up to it.
@@ -346,7 +360,7 @@ class _Tracing:
             self.loss = parts[0] if len(parts) == 1 else tf.add_n(parts)
         if self._has_new_metrics:
             return
-        self.logs = TracedLogs(self.model, self.table, self.mode.value, self.weight, scope, reads, logs)
+        self.logs = TracedLogs(self.mode.value, self.weight, scope, reads, logs)
         self.values |= self.logs.values
         self.initial |= self.logs.values
         self.more_updates = self.logs.updates
@@ -452,7 +466,7 @@ class _Tracing:
     def _program(self, graph: tf.Graph) -> Program:
         gradients = custom_gradients(graph) if self.mode is Mode.TRAIN else []
         tables = tables_of(graph)
-        graph_def = without_captures(graph, tables, self.unknown)
+        graph_def = _without_captures(graph, tables, self.unknown)
         write_gradients(graph_def, gradients)
         own_gradients(graph_def)
         expanded = self.calls.expanded(graph_def)
@@ -468,7 +482,7 @@ class _Tracing:
         present = [variable for variable in variables if variable is not None]
         inputs, example_shapes, host = [_ref(tensor) for tensor in self.inputs], self.spec.sizes, None
         calls = self.calls.calls(expanded.starts)
-        paths = paths_of_nodes(calls)
+        paths = _paths_of_nodes(calls)
         if tables or any(leaf.dtype == "string" for leaf in self.spec.leaves):
             wanted = [*map(_ref, self.updates.values()), *outputs, *([] if loss is None else [loss])]
             wanted += [normalizer.of_whole_batch for normalizer in self.normalizers]
@@ -488,7 +502,7 @@ class _Tracing:
             model_end=expanded.starts[self.model_end],
             example_shapes=example_shapes if host is None else host.device_shapes(example_shapes),
         )
-        program = pruned(graph_def, roles, paths)
+        program = _pruned(graph_def, roles, paths)
         program = program if host is None else CapturedProgram(program.graph, program.roles, host=host)
         vague = any(shape is None or None in shape[1:] for shape in map(_static_shape, self.outputs))
         if self.mode is Mode.PREDICT and not self.training and not self.updates and not vague:
@@ -547,3 +561,71 @@ def _with_additivity(graph: Graph, variables: list[Variable]) -> Iterator[Variab
 
 def _ref(tensor: tf.Tensor) -> Ref:
     return Ref.parse(tensor.name)
+
+
+# ---- from the traced graph to a self-contained one
+
+
+def _without_captures(graph: tf.Graph, tables: Container[str], unknown: Sequence[keras.Variable]) -> GraphDef:
+    """Returns the traced graph with constants for the tensors that the model holds as Python attributes.
+
+    Args:
+        graph: the traced graph.
+        tables: placeholders of lookup tables, which stay.
+        unknown: variables that the trace has read without knowing them.
+
+    Raises:
+        CaptureError: the model reads a variable that it doesn't track.
+    """
+    graph_def: GraphDef = graph.as_graph_def()
+    nodes = {node.name: node for node in graph_def.node}
+    for external, internal in graph.captures:
+        if internal.op.name in tables:
+            continue
+        if external.dtype in (tf.resource, tf.variant):
+            readers = [operation.name for operation in internal.consumers()]
+            paths = [own.path for own in unknown if getattr(tensorflow_variable(own), "handle", None) is external]
+            raise CaptureError(
+                f"the model, its loss or a metric reads the variable {(paths or [internal.op.name])[0]!r} that the "
+                f"model doesn't track, in {', '.join(readers[:3])}: make it an attribute of a layer or of a metric "
+                f"(for random draws, a keras.random.SeedGenerator of a layer, a metric or a loss)"
+            )
+        make_constant(nodes[internal.op.name], external.numpy())
+    return graph_def
+
+
+def _paths_of_nodes(calls: Iterable[LayerCall]) -> dict[int, str]:
+    """Returns position of a node -> path of the innermost layer call that made it."""
+    paths: dict[int, str] = {}
+    for call in sorted(calls, key=lambda call: call.start - call.stop):
+        paths |= dict.fromkeys(range(call.start, call.stop), call.path)
+    return paths
+
+
+def _pruned(graph_def: GraphDef, roles: Roles, paths: dict[int, str]) -> Program:
+    """Returns a program without unused nodes; each node has its position in the order of creation and its layer."""
+    graph = Graph(graph_def)
+    wanted = [*roles.outputs, *(normalizer.of_whole_batch for normalizer in roles.normalizers)]
+    wanted += [variable.update for variable in roles.variables if variable.update is not None]
+    wanted += [roles.loss] if roles.loss is not None else []
+    kept = graph.ancestors(wanted, control=False) | {ref.node for ref in (*roles.inputs, *roles.scalars)}
+    needed = GraphDef(versions=graph_def.versions, library=graph_def.library)
+    for node in graph_def.node:
+        if node.name not in kept:
+            continue
+        copy = needed.node.add()
+        copy.CopyFrom(node)
+        copy.device = ""
+        inputs = [text for text in node.input if not text.startswith("^") or text[1:] in kept]
+        del copy.input[:]
+        copy.input.extend(inputs)
+        position = graph.position[node.name]
+        copy.attr[POSITION_ATTR].i = position
+        if position in paths:
+            copy.attr[LAYER_ATTR].s = paths[position].encode()
+    variables = [
+        dataclasses.replace(variable, value=variable.value if variable.value and variable.value.node in kept else None)
+        for variable in roles.variables
+    ]
+    used = [variable for variable in variables if variable.value is not None or variable.update is not None]
+    return Program(needed, dataclasses.replace(roles, variables=tuple(used)))

@@ -1,4 +1,4 @@
-"""Turning a model's own gradients (``tf.custom_gradient``; TensorFlow's ``swish`` has one, too) into graphs.
+"""A model's own gradients (``tf.custom_gradient``; TensorFlow's ``swish`` has one, too) as graphs, and Python code's.
 
 TensorFlow keeps them as Python functions over tensors of the graph in which they were traced. In a copy of that graph,
 such as a stage's, they would mix tensors of both.
@@ -16,9 +16,15 @@ import tensorflow as tf
 
 from dapple_tf.errors import CaptureError, reason
 from dapple_tf.frontend.patching import replaced
-from graph_passes.ir.graph import GraphDef, Ref
+from graph_passes.ir.graph import LAYER_ATTR, GraphDef, Ref, all_nodes
 from graph_passes.ir.tensorflow_bridge import function_body_name, make_constant
-from graph_passes.ir.tensorflow_private import custom_gradient, functions_of, registered_gradient
+from graph_passes.ir.tensorflow_private import (
+    code_of,
+    custom_gradient,
+    functions_of,
+    python_function,
+    registered_gradient,
+)
 
 _TYPE = "_gradient_op_type"
 _OWN_TYPE = "DappleCustomGradient"
@@ -27,6 +33,9 @@ _GRAPH = "_custom_gradient"
 the gradient of its output k, and ``captured<k>``, the k-th of its last inputs, which exist for that only."""
 _CAPTURED = "_custom_gradient_captured"
 """Attribute of an IdentityN: the number of its captured inputs."""
+_PYTHON_FUNCTION = "EagerPyFunc"
+_PYTHON_OPS = frozenset({_PYTHON_FUNCTION, "PyFunc", "PyFuncStateless"})
+_PYTHON_TYPE = "DapplePyFunction"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,3 +239,70 @@ def _differentiate(operation: Any, *gradients: Any) -> list[Any]:
     wanted = [f"result{number}:0" for number in results]
     of_inputs = dict(zip(results, tf.graph_util.import_graph_def(graph, inputs, wanted, name="custom"), strict=True))
     return [of_inputs.get(number) for number in range(len(operation.inputs))]
+
+
+# ---- Python code that a model runs as an operator: tf.py_function and tf.numpy_function
+
+# It lives in the process that traced the model. TensorFlow differentiates its last recorded run, which may belong to
+# any slice; here the code runs again for its gradient.
+
+
+def own_gradients(graph: GraphDef) -> None:
+    """Gives the calls of ``tf.py_function`` in a GraphDef the gradients of their own slice."""
+    for node in all_nodes(graph):
+        if node.op == _PYTHON_FUNCTION:
+            node.attr[_TYPE].s = _PYTHON_TYPE.encode()
+
+
+def check_py_functions(graph: GraphDef, addresses: Sequence[str]) -> None:
+    """Refuses Python code if devices are in other processes.
+
+    Args:
+        graph: a captured model.
+        addresses: addresses of the workers; empty for devices of this process.
+
+    Raises:
+        CaptureError: the graph has Python code; the text names the layer.
+    """
+    for node in all_nodes(graph) if addresses else ():
+        if node.op in _PYTHON_OPS:
+            layer = node.attr[LAYER_ATTR].s.decode() if LAYER_ATTR in node.attr else node.name
+            raise CaptureError(
+                f"layer {layer!r} calls tf.py_function or tf.numpy_function: its Python code is in this process, but "
+                f"the devices are those of workers ({', '.join(addresses)}). Write it with TensorFlow's operations, "
+                f"move it into the input pipeline, or train on devices of this process"
+            )
+
+
+@tf.RegisterGradient(_PYTHON_TYPE)
+def _differentiate_python(operation: Any, *gradients: Any) -> list[Any]:
+    """Returns the gradients of a py_function's inputs, by a py_function that runs it again."""
+    function = python_function(operation.get_attr("token").decode())
+    outputs = [number for number, gradient in enumerate(gradients) if gradient is not None]
+    sources = [number for number, tensor in enumerate(operation.inputs) if tensor.dtype.is_floating]
+    count, dtypes = len(operation.inputs), [tensor.dtype for tensor in operation.outputs]
+
+    def gradient(*tensors: Any) -> list[Any]:
+        inputs, arriving = tensors[:count], tensors[count:]
+        with tf.GradientTape() as tape:
+            tape.watch([inputs[number] for number in sources])
+            results = tf.nest.flatten(code_of(function)(*inputs))
+            results = [tf.convert_to_tensor(result, dtype) for result, dtype in zip(results, dtypes, strict=True)]
+        computed: list[Any] = tape.gradient(
+            [results[number] for number in outputs],
+            [inputs[number] for number in sources],
+            output_gradients=list(arriving),
+            unconnected_gradients=tf.UnconnectedGradients.ZERO,
+        )
+        return [tf.convert_to_tensor(each) for each in computed]
+
+    arriving = [tf.convert_to_tensor(gradients[number]) for number in outputs]
+    of_sources = tf.py_function(
+        gradient, [*operation.inputs, *arriving], [operation.inputs[number].dtype for number in sources]
+    )
+    # TensorFlow forgets Python code with the graph that it was made in, unless something else refers to it.
+    vars(function).setdefault("gradients", []).append(gradient)
+    for number, result in zip(sources, of_sources, strict=True):
+        result.set_shape(operation.inputs[number].shape)
+    of_inputs = dict(zip(sources, of_sources, strict=True))
+    return [of_inputs.get(number) for number in range(count)]

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from dapple_tf.common.keras_private import initialize, tensorflow_variable
 from dapple_tf.errors import DappleError
-from graph_passes.ir.graph import Graph, GraphDef, Ref
+from graph_passes.ir.graph import Graph, GraphDef, Ref, all_nodes
 from graph_passes.ir.tensorflow_bridge import is_stateful, make_constant
 from graph_passes.ir.tensorflow_private import UninitializedVariable
 
@@ -202,7 +202,9 @@ def _traced(initializer: Callable[[], Any], dtype: Any, number: int) -> Initial 
         logger.debug("initializer can't be traced, so that it runs at once: %s", error)
         return None
     graph_def = _without_captures(graph)
-    if graph_def is None or not value.shape.is_fully_defined() or _only_here(graph_def):
+    if graph_def is None or not value.shape.is_fully_defined():
+        return None
+    if any(node.op in _ONLY_HERE for node in all_nodes(graph_def)):
         return None
     if updates:
         tensors = _evaluate(graph_def, [Ref.parse(tensor.name) for tensor in updates.values()])
@@ -245,11 +247,6 @@ def _without_captures(graph: Any) -> GraphDef | None:
             value = tf.raw_ops.ReadVariableOp(resource=external, dtype=reader.outputs[0].dtype)
             make_constant(nodes[reader.name], value.numpy())
     return graph_def
-
-
-def _only_here(graph: GraphDef) -> bool:
-    bodies = [graph.node, *(function.node_def for function in graph.library.function)]
-    return any(node.op in _ONLY_HERE for body in bodies for node in body)
 
 
 def _pruned(graph: GraphDef, value: tf.Tensor) -> Initial:

@@ -148,13 +148,13 @@ class RunningMetrics:
             return dict(model.get_metrics_result())
         results: dict[str, Any] = {}
         for metric in self._present() if metrics is None else metrics:
-            result = self._mean(metric) if _is_mean(metric) else metric.result()
+            if _has_own(metric, "result", keras.metrics.Mean) and metric.dtype == "float32":
+                total, count = self._read(metric.total), self._read(metric.count)
+                result = total / count if count else np.float32(0)
+            else:
+                result = metric.result()
             results |= result if isinstance(result, dict) else {metric.name: result}
         return results
-
-    def _mean(self, metric: keras.metrics.Mean) -> Any:
-        total, count = self._read(metric.total), self._read(metric.count)
-        return total / count if count else np.float32(0)
 
     def _present(self) -> Sequence[Any]:
         """Returns the model's metrics."""
@@ -182,11 +182,6 @@ class _Feeds(dict[str, tuple[np.ndarray, np.ndarray]]):
     def __missing__(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         self[name] = pair = self._read(name)
         return pair
-
-
-def _is_mean(metric: Any) -> bool:
-    """Whether a metric's result is the mean of its variables, in float32."""
-    return _has_own(metric, "result", keras.metrics.Mean) and metric.dtype == "float32"
 
 
 def _has_own(metric: Any, method: str, kind: type[keras.metrics.Metric]) -> bool:

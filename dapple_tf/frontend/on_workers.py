@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
 import functools
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,8 +21,7 @@ from tensorflow.core.framework import types_pb2
 
 from dapple_tf.common.keras_private import OwnAdapter
 from dapple_tf.errors import DataError, reason
-from dapple_tf.frontend.dataset_graphs import Drawn, drawn, merged
-from graph_passes.ir.graph import GraphDef, NodeDef, Ref, data_inputs
+from graph_passes.ir.graph import GraphDef, NodeDef, Ref, all_nodes, copied_node, data_inputs
 from graph_passes.ir.tensorflow_bridge import constant_value, function_graph, input_dtypes, is_stateful, op_def
 
 Shape = tuple[int, ...]
@@ -39,6 +40,33 @@ _HARMLESS = frozenset(
 )
 """The stateful ops, besides datasets, that give the same on all workers: checks, and calls of other functions."""
 _PYTHON = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc", "GeneratorDataset"})
+_AGAIN = ("reshuffle_each_iteration", "rerandomize_each_iteration")
+"""The attributes of datasets with a generator of seeds."""
+_OPENS_FIRST = frozenset(
+    {"AssertCardinalityDataset", "BatchDatasetV2", "FilterDataset", "FlatMapDataset", "GroupByWindowDataset"}
+    | {"InterleaveDataset", "MapAndBatchDataset", "MapDataset", "OptionsDataset", "PaddedBatchDatasetV2"}
+    | {"ParallelBatchDataset", "ParallelFilterDataset", "ParallelInterleaveDatasetV4", "ParallelMapDatasetV2"}
+    | {"ParseExampleDatasetV2", "PrefetchDataset", "ScanDataset", "ShardDataset", "SkipDataset", "TakeDataset"}
+    | {"TakeWhileDataset", "UnbatchDataset", "WindowDataset"}
+)
+"""Datasets whose iterators make the one of their first input when they are made, and make no other one of it."""
+_SHUFFLES = frozenset({"ShuffleDatasetV3"})
+"""Those whose iterators make it for their first element."""
+_ZIPS = frozenset({"ZipDataset"})
+"""Those whose iterators make the ones of all inputs when they are made, and take an element of each for their first."""
+
+
+class Drawn(enum.IntEnum):
+    """When a round of a dataset has drawn all its seeds."""
+
+    NONE = 0
+    """There are none to draw: all rounds are alike, or what differs in them follows no generator."""
+    BEGUN = 1
+    """When it has begun."""
+    FIRST = 2
+    """When its first element has been read."""
+    LATER = 3
+    """Later: perhaps at its end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +166,7 @@ def _part(dataset: tf.data.Dataset) -> Part:
     order = tuple(keras.tree.flatten(tf.nest.pack_sequence_as(dataset.element_spec, range(len(specs)))))
     num_batches = cardinality if cardinality >= 0 else None
     name = f"{output.node}:{output.output}"
-    return Part(graph, name, specs, order, num_batches, drawn(graph, output.node))
+    return Part(graph, name, specs, order, num_batches, _drawn(graph, output.node))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,11 +207,6 @@ class RemoteArray:
 def address_of(arrays: Sequence[Any]) -> Address | None:
     """Returns the address of a batch; None if its arrays are in this process."""
     return arrays[0].address if arrays and isinstance(arrays[0], RemoteArray) else None
-
-
-def read_by(address: Address | None) -> dict[str, bool]:
-    """Returns who reads a batch, as options of the kind of its step."""
-    return {"on_workers": address is not None, "in_parts": address is not None and address.source.in_parts}
 
 
 Read = Callable[[Address], "Sequence[Shape] | None"]
@@ -310,7 +333,7 @@ def _graph_of(dataset: tf.data.Dataset) -> tuple[GraphDef, Ref]:
             f"the dataset's graph has {len(serialized.numpy()):,} bytes, more than {_MOST_BYTES:,}: arrays in it would "
             f"be sent to each worker; read them from files there, or feed the data from here"
         )
-    graph = merged(GraphDef.FromString(serialized.numpy()))
+    graph = _merged(GraphDef.FromString(serialized.numpy()))
     (end,) = (node for node in graph.node if node.op == "_Retval")
     (output,) = data_inputs(end)
     graph.node.remove(end)
@@ -337,12 +360,11 @@ def _check_order(graph: GraphDef) -> None:
         constants = {node.name: node for node in body.node if node.op == "Const"}
         for node in body.node:
             _check_node(node, constants)
-    for nodes in (graph.node, *(function.node_def for function in graph.library.function)):
-        for node in nodes:
-            if "deterministic" in node.attr and node.attr["deterministic"].s == b"false":
-                node.attr["deterministic"].s = b"true"
-            if "sloppy" in node.attr:
-                node.attr["sloppy"].b = False
+    for node in all_nodes(graph):
+        if "deterministic" in node.attr and node.attr["deterministic"].s == b"false":
+            node.attr["deterministic"].s = b"true"
+        if "sloppy" in node.attr:
+            node.attr["sloppy"].b = False
 
 
 def _check_node(node: NodeDef, constants: Mapping[str, NodeDef]) -> None:
@@ -416,3 +438,60 @@ def _check_alone(arguments: dict[str, Any], name: str) -> None:
                 raise DataError(f"{other} doesn't go with data on workers: let the dataset give (x, y, sample_weight)")
         if arguments.get("validation_split"):
             raise DataError("validation_split doesn't go with data on workers: give validation_data")
+
+
+# ---- graphs of datasets
+
+
+def _drawn(graph: GraphDef, output: str) -> Drawn:
+    """Returns when a round of a dataset has drawn its seeds.
+
+    A dataset that shuffles anew in each round keeps a generator of seeds, and each of its iterators draws one. So the
+    order of a round depends on how many iterators there were in the rounds before; a repeated dataset has several in
+    each.
+
+    Args:
+        graph: graph of the dataset, its nodes in the order in which they run.
+        output: name of the dataset's node.
+    """
+    times: dict[str, Drawn] = {}
+    for node in graph.node:
+        times[node.name] = _drawn_by(node, [times[ref.node] for ref in data_inputs(node)])
+    return times[output]
+
+
+def _drawn_by(node: NodeDef, inputs: list[Drawn]) -> Drawn:
+    own = Drawn.BEGUN if any(name in node.attr and node.attr[name].b for name in _AGAIN) else Drawn.NONE
+    latest = max(inputs, default=Drawn.NONE)
+    if latest is Drawn.NONE:
+        return own
+    first, *others = inputs
+    if node.op in _ZIPS:
+        return latest
+    if any(others) or node.op not in _OPENS_FIRST | _SHUFFLES:
+        return Drawn.LATER
+    return max(first, Drawn.FIRST) if node.op in _SHUFFLES else first
+
+
+def _merged(graph: GraphDef) -> GraphDef:
+    """Returns the graph with one node for a dataset that several others read, which TensorFlow repeats for each.
+
+        range/1 → shuffle/2 ─┐                                        ┌─┐
+        range/3 → shuffle/4 ─┴─ zip      becomes    range/1 → shuffle/2 ─ zip
+
+    Only so do they draw from one generator of seeds, as in the process that has made the dataset. Datasets that were
+    made apart have generators of their own, whose names differ.
+    """
+    smaller = GraphDef(versions=graph.versions, library=graph.library)
+    names: dict[str, str] = {}  # node -> the one that stands for it
+    known: dict[bytes, str] = {}
+    for original in graph.node:
+        node = copied_node(original)
+        node.name = ""
+        node.input[:] = [str(Ref(names[ref.node], ref.output)) for ref in data_inputs(node)]
+        name = known.setdefault(hashlib.sha256(node.SerializeToString(deterministic=True)).digest(), original.name)
+        names[original.name] = name
+        if name == original.name:
+            node.name = name
+            smaller.node.append(node)
+    return smaller

@@ -18,7 +18,6 @@ from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.patching import replaced
 from dapple_tf.frontend.step_logs import OptimizerReads, check_logs
 from dapple_tf.frontend.trace_scope import TraceScope
-from dapple_tf.frontend.variables import VariableTable
 
 _STEPS = ("train_step", "test_step", "predict_step")
 
@@ -41,8 +40,9 @@ class OwnStep:
         applied_by: the optimizer's method that it called.
     """
 
-    def __init__(self, model: keras.Model, scope: TraceScope, reads: OptimizerReads) -> None:
-        self._model, self._scope, self._reads = model, scope, reads
+    def __init__(self, scope: TraceScope, reads: OptimizerReads) -> None:
+        self._model = model = reads.model
+        self._scope, self._reads = scope, reads
         self._variables = {id(variable): variable for variable in model.trainable_variables}
         self._values = {id(scope.get_current_value(v)): v for v in model.trainable_variables}
         self._gradients: list[tuple[tf.Tensor, keras.Variable]] = []
@@ -154,17 +154,13 @@ class OwnStep:
         return scale_loss
 
 
-def run_own_step(
-    model: keras.Model, table: VariableTable, name: str, scope: TraceScope, reads: OptimizerReads, data: Any
-) -> tuple[Any, list[tf.Tensor]]:
-    """Runs a model's own step while it is traced.
+def run_own_step(name: str, scope: TraceScope, reads: OptimizerReads, data: Any) -> tuple[Any, list[tf.Tensor]]:
+    """Runs a model's own step while it is traced; its table records by which method the step applies gradients.
 
     Args:
-        model: the model.
-        table: names of its variables; records by which method the step applies gradients.
         name: ``"train_step"`` or ``"test_step"``.
         scope: has the values of the model's variables.
-        reads: has the values of the optimizer's variables.
+        reads: has the model and its table, and the values of the optimizer's variables.
         data: the step's argument.
 
     Returns:
@@ -173,14 +169,14 @@ def run_own_step(
     Raises:
         CaptureError: a pipeline can't run a step of its form.
     """
-    own = OwnStep(model, scope, reads)
+    own, model = OwnStep(scope, reads), reads.model
     trains = name == "train_step"
     with own.recorded() if trains else contextlib.nullcontext():
         logs = getattr(model, name)(data)
     check_logs(model, name, logs)
     if trains:
         own.check()
-        table.applied_by = own.applied_by
+        reads.table.applied_by = own.applied_by
     return logs, own.terms
 
 

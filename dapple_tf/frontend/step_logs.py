@@ -112,12 +112,14 @@ class OptimizerReads:
     Logs have the variables' values after the step.
 
     Attributes:
+        model: the model.
+        table: names of its variables.
         updated: whether the optimizer has made its update, so that reads give the values after it.
     """
 
     def __init__(self, model: keras.Model, table: VariableTable, *, updated: bool) -> None:
         optimizer = getattr(model, "optimizer", None)  # It may not be compiled.
-        self._model, self._table, self.updated = model, table, updated
+        self.model, self.table, self.updated = model, table, updated
         self._variables = {} if optimizer is None else {id(own): own for own in optimizer.variables}
         inner = inner_optimizer(optimizer)
         self._same = {id(learning_rate_of(inner))}  # It's assigned by others than the optimizer.
@@ -136,9 +138,9 @@ class OptimizerReads:
     def sources(self) -> dict[str, tf.Tensor]:
         """Variable -> its value after the step, for variables that were read."""
         if self._values:
-            self._table.add_optimizer(self._model.optimizer)
+            self.table.add_optimizer(self.model.optimizer)
         own = ((self._variables[key], value) for (key, updated), value in self._values.items() if updated)
-        return {self._table.name_of(variable): value for variable, value in own}
+        return {self.table.name_of(variable): value for variable, value in own}
 
     def check(self, step: str, what: str, tensors: Iterable[tf.Tensor], *, also_updated: bool) -> None:
         """Refuses results that a step computes from the optimizer's variables.
@@ -160,7 +162,7 @@ class OptimizerReads:
                 if also_updated:
                     way_out = "take a weight of a layer that counts steps, or that a callback assigns"
                 raise CaptureError(
-                    f"{step}model {self._model.name!r} computes {what} from {self._variables[key].path!r} of its "
+                    f"{step}model {self.model.name!r} computes {what} from {self._variables[key].path!r} of its "
                     f"optimizer, which a pipeline updates where weights are, at the end of a step: {way_out}"
                 )
 
@@ -176,31 +178,21 @@ class TracedLogs:
         missing: (step, number of a log) -> name and dtype of the variable that must be made for it first.
     """
 
-    def __init__(
-        self,
-        model: keras.Model,
-        table: VariableTable,
-        mode: str,
-        weight: tf.Tensor,
-        scope: TraceScope,
-        reads: OptimizerReads,
-        logs: Any,
-    ) -> None:
+    def __init__(self, mode: str, weight: tf.Tensor, scope: TraceScope, reads: OptimizerReads, logs: Any) -> None:
         """Finds the sources of the logs.
 
         Args:
-            model: the model.
-            table: names of its variables.
             mode: ``"train"`` or ``"test"``.
             weight: samples of the slice / samples of the batch.
             scope: has the step's assignments.
-            reads: has its reads of the optimizer's variables.
+            reads: has the model, and the step's reads of its optimizer's variables.
             logs: the logs that it returned.
 
         Raises:
             CaptureError: a log is computed from the batch and isn't one number, or from the optimizer's variables as
                 they were before the update.
         """
+        model, table = reads.model, reads.table
         self.values: dict[str, tf.Tensor] = {}
         self.updates: dict[str, tf.Tensor] = {}
         self.missing: dict[tuple[str, int], tuple[str, tf.DType]] = {}

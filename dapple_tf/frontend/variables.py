@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -114,7 +114,3 @@ class VariableTable:
     def value(self, name: str) -> np.ndarray:
         """Returns the Keras value of a variable; if it has none yet, its initial value."""
         return value_of(self.keras_variables[name])
-
-    def values(self, names: Iterable[str]) -> list[np.ndarray]:
-        """Returns the Keras values of variables, or their initial values before the first."""
-        return [self.value(name) for name in names]

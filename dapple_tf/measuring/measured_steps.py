@@ -18,7 +18,7 @@ from dapple_tf.describe.cluster import Cluster, Server
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile
 from dapple_tf.errors import CaptureError, StepError
-from dapple_tf.execution.steps_apart import StepsApart
+from dapple_tf.execution.runtime import StepsApart
 from dapple_tf.measuring.example_batch import ExampleBatch
 from dapple_tf.measuring.profiler import profile as measured_profile
 from dapple_tf.measuring.turns import in_caches, in_turns

@@ -21,8 +21,9 @@ from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.layer_profile import ProfileError
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.execution.builds import StepKind
-from dapple_tf.execution.elastic import Log
 from dapple_tf.execution.engine import Engine
+from dapple_tf.execution.values import Log
+from dapple_tf.frontend.batch import Batch
 from dapple_tf.frontend.capture import Mode, check_model
 from dapple_tf.frontend.metrics import RunningMetrics
 from dapple_tf.frontend.optimizer_checks import check_optimizer
@@ -158,7 +159,7 @@ def _measure(
     bar: Progress,
 ) -> None:
     plan = Plan.by_operators(devices, samples)
-    arrays = example.batch(samples)
+    batch = Batch(example.spec, example.batch(samples), samples)
     with contextlib.closing(Engine(model, cluster, plan, Log(FaultPolicy()), costs)) as engine:
         engine.builder.notes.quiet = True
         built = engine.prepare(Mode.TRAIN, example.spec)
@@ -167,7 +168,7 @@ def _measure(
         metrics = RunningMetrics(model, engine.table).feeds()
 
         def trace() -> TracedStep:
-            traced = engine.run(Mode.TRAIN, example.spec, arrays, metrics=metrics, trace=True).traced
+            traced = engine.run(Mode.TRAIN, batch, metrics=metrics, trace=True).traced
             assert traced is not None
             return traced
 

@@ -13,7 +13,7 @@ import numpy as np
 from dapple_tf.common.memory import without_collection
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
-from dapple_tf.execution.steps_apart import StepsApart
+from dapple_tf.execution.runtime import StepsApart
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, capture
 from dapple_tf.frontend.host_part import on_host

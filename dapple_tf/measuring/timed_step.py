@@ -352,7 +352,7 @@ class TimedSession:
         self.add(storage.graph, StorageNodes.PREFIX)
         feed = {}
         for place, (_, group) in zip(storage.feeds[0], by_dtype(variables).items(), strict=True):
-            values = table.values(variable.name for variable in group)
+            values = [table.value(variable.name) for variable in group]
             feed[f"{StorageNodes.PREFIX}/{place}:0"] = np.concatenate([value.ravel() for value in values])
         if feed:
             self.session.run([f"{StorageNodes.PREFIX}/{node}" for node in storage.loads[0]], feed)

@@ -8,8 +8,8 @@ optimizes the functions of that graph and runs their kernels. So the same step c
   depends, and both sides must mean the same by the messages that they exchange.
 
 Nothing of Keras or of the user's Python code runs on a worker: layers, losses and metrics are traced in the client, and
-graphs with Python functions are refused (`frontend.py_functions.check_py_functions`). Workers report the versions of
-both all the same, for whoever compares logs.
+graphs with Python functions are refused (`frontend.custom_gradients.check_py_functions`). Workers report the versions
+of both all the same, for whoever compares logs.
 """
 
 from __future__ import annotations

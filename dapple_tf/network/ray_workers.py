@@ -98,8 +98,8 @@ class RayWorkers:
             if not group.wait(wait_seconds):
                 raise ClusterError(
                     f"Ray has no room for {count} workers of {bundle} each (strategy {strategy}) within "
-                    f"{wait_seconds:g} s: there are {_told(nodes)}, of which {_available(ray)} is free; ask for fewer "
-                    f"or smaller ones, or give nodes longer to come by wait_seconds"
+                    f"{wait_seconds:g} s: there are {_told(nodes)}, of which {_plain(ray.available_resources())} is "
+                    f"free; ask for fewer or smaller ones, or give nodes longer to come by wait_seconds"
                 )
             self.addresses = _chosen(ray, group, count)
             own = {"num_cpus": 0.0} | {_OPTIONS[name]: amount for name, amount in bundle.items() if name in _OPTIONS}
@@ -301,10 +301,6 @@ def _told(nodes: Sequence[Mapping[str, Any]]) -> str:
     """Returns nodes with their resources, except the nodes' own names."""
     texts = [f"{node['NodeManagerAddress']} with {_plain(node['Resources'])}" for node in nodes]
     return f"{counted(len(nodes), 'node')}: {'; '.join(texts)}"
-
-
-def _available(ray: Any) -> str:
-    return str(_plain(ray.available_resources()))
 
 
 def _plain(resources: Mapping[str, float]) -> dict[str, float]:

@@ -436,18 +436,6 @@ def _listeners(hosts: Sequence[str], port: int, *, all_interfaces: bool) -> list
         time.sleep(0.02)
 
 
-def start_relay(order: Mapping[str, Any]) -> Relay:
-    """Starts the relays of an order.
-
-    Raises:
-        ClusterError: the keys or the addresses can't be used; a `PortTakenError` if it is the port.
-    """
-    keys = Keys(order["directory"], order["files"])
-    listeners = _listeners(order["hosts"], order["port"], all_interfaces=order["all_interfaces"])
-    ends = [_End(*end) for end in order["ends"]]
-    return Relay(keys, listeners, order["server_port"], order["known"], ends, order["silence"])
-
-
 def main() -> None:
     """Serves until the input ends, or the process that has started this one does."""
     logging.basicConfig(format="relay: %(message)s")
@@ -455,7 +443,10 @@ def main() -> None:
     parent = os.getppid()
     order = json.loads(sys.stdin.buffer.readline())
     try:
-        relay = start_relay(order)
+        keys = Keys(order["directory"], order["files"])
+        listeners = _listeners(order["hosts"], order["port"], all_interfaces=order["all_interfaces"])
+        ends = [_End(*end) for end in order["ends"]]
+        relay = Relay(keys, listeners, order["server_port"], order["known"], ends, order["silence"])
     except ClusterError as error:
         answer: dict[str, Any] = {"error": str(error), "taken": isinstance(error, PortTakenError)}
     else:

@@ -74,17 +74,13 @@ class StoredValues:
             given: values to use instead of Keras'.
         """
         nodes = self._made()
-        if self.deferred:
+        if self._initials(nodes.holdings):
             self._bring(nodes.holdings, given or {})
         else:
             self._feed(nodes, given or {})
 
-    @property
-    def deferred(self) -> bool:
-        """Whether some of the variables have no value in the Keras model."""
-        return bool(self._initials(self._holdings()))
-
     def _initials(self, holdings: Iterable[Holding]) -> dict[str, Initial]:
+        """Returns how to compute the variables that have no value in the Keras model."""
         names = {variable.name for holding in holdings for variable in holding.variables}
         pairs = ((name, initial_of(self._table.keras_variables[name])) for name in names)
         return {name: initial for name, initial in pairs if initial is not None}
@@ -164,7 +160,7 @@ class StoredValues:
         """Copies devices -> Keras values but for ``others``, each variable from the first device that keeps it."""
         nodes = self._made()
         seen = set(others)
-        if self.deferred:
+        if self._initials(nodes.holdings):
             self._save_in_parts(nodes.holdings, seen)
             return
         # Fetches all before it assigns the first: after an error the model keeps consistent values.

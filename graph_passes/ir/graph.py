@@ -117,6 +117,13 @@ def function_names(node: NodeDef) -> list[str]:
     return [called.name for attr in attrs for called in (attr.func, *attr.list.func) if called.name]
 
 
+def all_nodes(graph: GraphDef) -> Iterator[NodeDef]:
+    """Yields the nodes of a graph and of all functions in its library."""
+    yield from graph.node
+    for function in graph.library.function:
+        yield from function.node_def
+
+
 def rename_functions(graph: GraphDef, suffix: str) -> None:
     """Renames all functions of a graph's library, and what refers to them, in place."""
     names = {function.signature.name for function in graph.library.function}
@@ -124,12 +131,11 @@ def rename_functions(graph: GraphDef, suffix: str) -> None:
     def renamed(name: str) -> str:
         return name + suffix if name in names else name
 
-    for nodes in (graph.node, *(function.node_def for function in graph.library.function)):
-        for node in nodes:
-            node.op = renamed(node.op)
-            for attr in node.attr.values():
-                for called in (*([attr.func] if attr.HasField("func") else []), *attr.list.func):
-                    called.name = renamed(called.name)
+    for node in all_nodes(graph):
+        node.op = renamed(node.op)
+        for attr in node.attr.values():
+            for called in (*([attr.func] if attr.HasField("func") else []), *attr.list.func):
+                called.name = renamed(called.name)
     for function in graph.library.function:
         function.signature.name = renamed(function.signature.name)
     for gradient in graph.library.gradient:
