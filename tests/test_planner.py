@@ -36,15 +36,17 @@ from dapple_tf.planning.moves import (
     recomputing_by_stage,
 )
 from dapple_tf.planning.plan_reasons import shape, single_device_seconds
-from dapple_tf.planning.plan_request import DAPPLE_POLICIES, FEATURES, NAMES, PlanRequest, restraints
+from dapple_tf.planning.plan_request import FEATURES, NAMES, PlanRequest, restraints
 from dapple_tf.planning.planner import plan
 from dapple_tf.planning.pool import Choice
 from dapple_tf.planning.search import least_seconds
+from dapple_tf.schedules.policies import BUILT_IN
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import simulate, tried
 from dapple_tf.tools.evaluation.paper_models import CONFIGS, MODELS
 
 heavy = functools.partial(hardware.profile_of, parameters=10**8)
+DAPPLE_POLICIES = tuple(policy.name for policy in BUILT_IN if policy.planning.formula)
 FOUR = cluster_of(1, 1, 1, 1, inter_bandwidth=1e10)
 SLOW = cluster_of(1, 1, 1, 1, inter_bandwidth=5e8)
 

@@ -86,12 +86,8 @@ def best(runs: Sequence[Timeline]) -> Timeline:
 
 def merged_devices(request: ScheduleRequest) -> dict[int, int]:
     """Maps each device to the first with the same stages, so that one replica stands for all."""
-    stages_of: dict[int, list[int]] = {}
-    for stage, replicas in enumerate(request.devices):
-        for device in replicas:
-            stages_of.setdefault(device, []).append(stage)
     first: dict[tuple[int, ...], int] = {}
-    return {device: first.setdefault(tuple(stages), device) for device, stages in sorted(stages_of.items())}
+    return {device: first.setdefault(tuple(stages), device) for device, stages in sorted(request.stages_of.items())}
 
 
 class _Run:

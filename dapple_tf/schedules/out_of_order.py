@@ -129,11 +129,6 @@ MODULO = Policy(
 )
 
 
-def modulo_devices(stages: int, devices: int) -> list[list[int]]:
-    """Allocates stage l to device l mod n."""
-    return [[stage % devices] for stage in range(stages)]
-
-
 def reverse_first_k(orders: Orders, k: int, micro_batches: int) -> Orders:
     """Moves the last micro-batch's Bw of stages below ``k`` to the end of each device, stage 0's first.
 
