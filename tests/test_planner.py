@@ -7,8 +7,9 @@ import functools
 import itertools
 import json
 import logging
+import os
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import hardware
@@ -275,6 +276,35 @@ def test_reports_are_simulations_whatever_was_asked(seed: int) -> None:
     one_device = report(chosen).one_device
     assert one_device is not None and report(chosen).speedup == pytest.approx(one_device / step.latency)
     assert used(chosen) <= set(NAMES if only is None else only)
+
+
+def random_features(draw: random.Random, names: Collection[str]) -> set[str]:
+    """Some features, each with the one that it needs."""
+    some = {name for name in NAMES if name in names and draw.random() < 0.6}
+    while lonely := {feature.name for feature in FEATURES if feature.name in some and {feature.needs} - {None, *some}}:
+        some -= lonely
+    return some
+
+
+def test_a_larger_space_never_gives_a_slower_plan() -> None:
+    """Hardly ever: the search climbs, and where pieces let other plans lead, it may end at another local optimum.
+
+    Of 150 draws two were slower, by 0.6 %.
+    """
+    draws, slower = int(os.environ.get("DAPPLE_SPACES", "6")), {}
+    for seed in range(draws):
+        draw = random.Random(seed)
+        profile, cluster = random_profile(draw, draw.randint(4, 16)), random_cluster(draw, draw.randint(2, 8))
+        large = random_features(draw, NAMES) if draw.random() < 0.5 else {*NAMES}
+        small, batch, latencies = random_features(draw, large), draw.choice([16, 32, 64]), []
+        for only in (small, large):
+            try:
+                latencies.append(report(plan(profile, cluster, batch, only=only, least_gain=0.0)).latency)
+            except PlanError:
+                latencies.append(float("inf"))  # nothing fits
+        if latencies[1] > latencies[0] * 1.0025:
+            slower[seed] = latencies[1] / latencies[0] - 1
+    assert len(slower) <= draws // 50 and max(slower.values(), default=0.0) < 0.02, slower
 
 
 # ---- where nothing fits
