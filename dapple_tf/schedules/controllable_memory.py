@@ -84,28 +84,6 @@ def room_on_devices(request: ScheduleRequest, most: int) -> dict[int, int]:
     return room
 
 
-def listed(request: ScheduleRequest, room: dict[int, int]) -> list[list_scheduling.Timeline]:
-    """Returns list schedules of a V within K, D and the devices' room."""
-    limits = [request.limit(stage, request.micro_batches) for stage in range(request.stages)]
-    queues = list_scheduling.free_queues(request)
-    keys = (list_scheduling.oldest_first(request), list_scheduling.deepest_first(request))
-    return [list_scheduling.run(request, queues, key, limits=limits, room=room) for key in keys]
-
-
-def keeps_within(request: ScheduleRequest, orders: Orders, room: dict[int, int]) -> bool:
-    """Returns whether orders keep to K, D and the devices' room."""
-    for device, jobs in orders.items():
-        counts: dict[int, int] = {}
-        for job in jobs:
-            if job.phase is not BX:
-                counts[job.stage] = counts.get(job.stage, 0) + (1 if job.phase is F else -1)
-            if counts.get(job.stage, 0) > request.limit(job.stage, request.micro_batches):
-                return False
-            if sum(counts.values()) > room.get(device, len(jobs)):
-                return False
-    return True
-
-
 def on_devices(request: ScheduleRequest, orders: Sequence[Sequence[Job]]) -> Orders:
     """Turns positions' jobs, whose "stages" are ways, into devices' jobs: each way's stages run one by one."""
     members = request.ways()
@@ -146,8 +124,8 @@ def _shortest(request: ScheduleRequest, block: Block, held: Callable[[int], int]
     room = room_on_devices(request, held(positions) * most)
     repeated = _Repeated(block, positions, request.micro_batches, 2 * held(positions)).orders()
     orders = on_devices(request, repeated)
-    runs = [list_scheduling.replay(request, orders)] if keeps_within(request, orders, room) else []
-    return list_scheduling.best([*runs, *listed(request, room)]).orders
+    runs = [list_scheduling.replay(request, orders)] if list_scheduling.keeps_within(request, orders, room) else []
+    return list_scheduling.best([*runs, *list_scheduling.free_runs(request, room)]).orders
 
 
 class _Repeated:

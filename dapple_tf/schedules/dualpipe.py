@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections import deque
 
 from dapple_tf.schedules import list_scheduling
-from dapple_tf.schedules.controllable_memory import keeps_within, listed, on_devices, room_on_devices
+from dapple_tf.schedules.controllable_memory import on_devices, room_on_devices
 from dapple_tf.schedules.policy import Placement, Planning, Policy
 from dapple_tf.schedules.schedule_request import Job, Orders, ScheduleRequest
 from graph_passes.ir.tasks import Phase
@@ -44,9 +44,9 @@ def dualpipe_v(request: ScheduleRequest) -> Orders:
     room = room_on_devices(request, (2 * positions + 1) * each)
     if request.micro_batches >= 2 * positions:
         orders = on_devices(request, [_order(i, positions, request.micro_batches) for i in range(positions)])
-        if keeps_within(request, orders, room):
+        if list_scheduling.keeps_within(request, orders, room):
             return orders
-    return list_scheduling.best(listed(request, room)).orders
+    return list_scheduling.best(list_scheduling.free_runs(request, room)).orders
 
 
 def _order(position: int, positions: int, micro_batches: int) -> list[Job]:

@@ -114,10 +114,8 @@ def modulo(request: ScheduleRequest) -> Orders:
     oldest micro-batch first, which starts the backward early and has fewer in flight. K and D
     bound the micro-batches in flight of each stage.
     """
-    limits = [request.limit(stage, request.micro_batches) for stage in range(request.stages)]
-    queues = list_scheduling.free_queues(request)
-    keys = (list_scheduling.oldest_first(request), list_scheduling.critical_path_first(request))
-    return list_scheduling.best([list_scheduling.run(request, queues, key, limits=limits) for key in keys]).orders
+    keys = (list_scheduling.oldest_first, list_scheduling.critical_path_first)
+    return list_scheduling.best(list_scheduling.free_runs(request, keys=keys)).orders
 
 
 MODULO = Policy(

@@ -101,13 +101,9 @@ def zb_v(request: ScheduleRequest) -> Orders:
         ScheduleError: the devices aren't a V.
     """
     request.check_vee()
-    limits = [request.limit(stage, request.micro_batches) for stage in range(request.stages)]
     positions = len({request.devices[stage] for stage in range(request.stages)})
     room = {} if request.warm_up else {device: positions * len(own) for device, own in request.stages_of.items()}
-    queues = list_scheduling.free_queues(request)
-    keys = (list_scheduling.oldest_first(request), list_scheduling.deepest_first(request))
-    runs = [list_scheduling.run(request, queues, key, limits=limits, room=room) for key in keys]
-    return list_scheduling.best(runs).orders
+    return list_scheduling.best(list_scheduling.free_runs(request, room)).orders
 
 
 def _warm_up(request: ScheduleRequest, extra: int, limits: Sequence[int]) -> list[int]:
