@@ -278,24 +278,24 @@ def test_reports_are_simulations_whatever_was_asked(seed: int) -> None:
     assert used(chosen) <= set(NAMES if only is None else only)
 
 
-def random_features(draw: random.Random, names: Collection[str]) -> set[str]:
-    """Some features, each with the one that it needs."""
-    some = {name for name in NAMES if name in names and draw.random() < 0.6}
-    while lonely := {feature.name for feature in FEATURES if feature.name in some and {feature.needs} - {None, *some}}:
-        some -= lonely
+def random_features(draw: random.Random, names: Collection[str]) -> list[str]:
+    some: list[str] = []
+    for feature in FEATURES:  # Each comes after the one that it needs.
+        if feature.name in names and feature.needs in (None, *some) and draw.random() < 0.7:
+            some.append(feature.name)
     return some
 
 
 def test_a_larger_space_never_gives_a_slower_plan() -> None:
     """Hardly ever: the search climbs, and where pieces let other plans lead, it may end at another local optimum.
 
-    Of 150 draws two were slower, by 0.6 %.
+    Of 100 draws two were slower, by 1.0 and 1.3 %.
     """
     draws, slower = int(os.environ.get("DAPPLE_SPACES", "6")), {}
     for seed in range(draws):
         draw = random.Random(seed)
         profile, cluster = random_profile(draw, draw.randint(4, 16)), random_cluster(draw, draw.randint(2, 8))
-        large = random_features(draw, NAMES) if draw.random() < 0.5 else {*NAMES}
+        large = random_features(draw, NAMES) if draw.random() < 0.5 else NAMES
         small, batch, latencies = random_features(draw, large), draw.choice([16, 32, 64]), []
         for only in (small, large):
             try:
