@@ -287,7 +287,7 @@ def random_features(draw: random.Random, names: Collection[str]) -> list[str]:
 
 
 def test_a_larger_space_never_gives_a_slower_plan() -> None:
-    """Hardly ever: the search climbs, and where pieces let other plans lead, it may end at another local optimum.
+    """Hardly ever: the search climbs, and a feature such as pieces may lead it to another local optimum.
 
     Of 100 draws two were slower, by 1.0 and 1.3 %.
     """
