@@ -127,7 +127,7 @@ def reason(error: BaseException) -> str:
     missing = isinstance(error, KeyError) and error.args  # whose str() is the repr of its text
     text = re.sub(r"\x1b\[\d*m", "", str(error.args[0] if missing else getattr(error, "message", error)))
     text = re.sub(r"\{\{\w+ \S*\}\} ?|\[\[\{\{.*?\}\}\]\]| ?\[Op:\w+\]( name:)?", "", text)
-    lines = [line.strip(" '") for line in text.splitlines()]
+    lines = [line.strip() for line in text.splitlines()]
     if lines and lines[0] == "in user code:":  # AutoGraph's frames follow, then the error
         lines = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Warning)\b.*: ", line)] or lines[1:]
     frame = (

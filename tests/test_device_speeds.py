@@ -86,7 +86,7 @@ def test_a_class_has_the_median_of_its_ratios(
         assert all(np.array_equal(old, new) for old, new in zip(before, own.get_weights(), strict=True))
 
 
-def test_workers_of_one_server_are_measured_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_one_server_are_measured_each_by_itself() -> None:
     """A server's second worker, on slower cores, had the speed of the first one."""
     own = two_on_each_machine(4).with_workers_per_server(2)
     groups = device_speeds._groups(own, each_server=True)

@@ -15,6 +15,7 @@ from models_for_tests import ATTACHED, assert_close, classifier, layers, plan, s
 
 import dapple_tf as dapple
 from dapple_tf.describe.layer_profile import Cost, LayerProfile
+from dapple_tf.errors import reason
 from dapple_tf.frontend.batch_sizes import check_has_batches
 
 pytestmark = [
@@ -131,6 +132,10 @@ AT_ONCE: dict[str, Callable[[], Any]] = {
 def test_what_cannot_be_transformed_is_refused_at_once(text: str) -> None:
     with refused((dapple.DappleError, dapple.PassError, dapple.PlanError, dapple.ProfileError, TypeError), text):
         AT_ONCE[text]()
+
+
+def test_a_message_that_begins_with_a_quoted_word_keeps_its_quotes() -> None:
+    assert reason(ValueError("'x' isn't one of 'a', 'b'")) == "'x' isn't one of 'a', 'b'"
 
 
 def test_example_inputs_build_a_model() -> None:

@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 import pytest
 from step_programs import Case, complete, names_for, plan
 
-from dapple_tf.view.colours import COLOURS, text_colour
 from dapple_tf.view.figure import SHOWN, Figure, figure
 from dapple_tf.view.graph_svg import graph_svg
 from dapple_tf.view.step_graph import task_graph
 from dapple_tf.view.task_graph import TaskEdge, TaskGraph, TaskNode
+from dapple_tf.view.timeline import COLOURS, text_colour
 
 SVG = "{http://www.w3.org/2000/svg}"
 UNEVEN = Case("mlp", plan("mlp", 2, [[0, 1, 2], [3]], 4, 24, "dapple_a"))

@@ -16,7 +16,6 @@ from dapple_tf.joint.joint_scheduling import (
     joint_schedule,
     peak_bytes,
     schedule_regions,
-    similar_regions,
     stage_regions,
     two_streams,
 )
@@ -79,7 +78,6 @@ def test_small_schedules(
     [
         (lambda: joint_schedule([], max, max, {}), "there are no regions"),
         (lambda: joint_schedule([1.0], max, max, {4: Ready(2)}), "kernel 4 becomes runnable in region 2, but regions"),
-        (lambda: similar_regions([1.0], -1), "tolerance is -1; it must be at least 0"),
         (lambda: check_regions([(2,), (0,), (1,)], 3), r"region 1 is \[0\], where stage 1 should come next"),
         (lambda: check_regions([(2, 1)], 3), "regions end at stage 1; they run through all stages from 2 down to 0"),
         (lambda: check_regions([(2,), ()], 3), "region 1 has no stages"),
@@ -93,10 +91,8 @@ def test_impossible_regions_and_times_are_refused(call: Callable[[], object], me
         call()
 
 
-def test_stages_of_similar_compute_are_one_region() -> None:
+def test_a_region_has_one_stage_or_several() -> None:
     assert stage_regions(3) == ((2,), (1,), (0,))
-    assert similar_regions([1.0, 1.1, 5.0, 4.0, 4.2]) == ((4, 3, 2), (1, 0))
-    assert similar_regions([1.0, 1.1, 5.0, 4.0, 4.2], 0.0) == stage_regions(5)
     check_regions([(2, 1), (0,)], 3)
 
 
@@ -136,7 +132,9 @@ def test_less_memory_never_means_fewer_prescheduled_regions(seed: int) -> None:
         {pair: draw.uniform(0.1, 3) for pair in pairs},
         {pair: draw.uniform(0.8, 2) for pair in pairs},
     )
-    regions = draw.choice([stage_regions(stages), similar_regions(times.input_grad)])
+    order = list(stage_regions(stages))
+    cuts = sorted(draw.sample(range(1, stages), draw.randrange(stages)))
+    regions = [sum(order[start:stop], ()) for start, stop in itertools.pairwise([0, *cuts, stages])]
     residual, delayed = ([draw.randrange(1, 100) for _ in range(stages)] for _ in range(2))
     before = 0
     for limit in (1000, 500, 300, 200, 100, 50, 0):

@@ -205,7 +205,7 @@ def test_plans_of_shapes_and_files(tmp_path: pathlib.Path) -> None:
 def test_a_files_plan_may_name_schedules_of_modules(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module that nothing else imports."""
     (tmp_path / "own_schedules.py").write_text(
-        "import dataclasses\nfrom dapple_tf.schedules.policy_names import BUILT_IN\n"
+        "import dataclasses\nfrom dapple_tf.schedules.policies import BUILT_IN\n"
         "OWN = dataclasses.replace(next(iter(BUILT_IN)), name='own')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)

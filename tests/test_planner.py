@@ -7,8 +7,9 @@ import functools
 import itertools
 import json
 import logging
+import os
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import hardware
@@ -36,15 +37,17 @@ from dapple_tf.planning.moves import (
     recomputing_by_stage,
 )
 from dapple_tf.planning.plan_reasons import shape, single_device_seconds
-from dapple_tf.planning.plan_request import DAPPLE_POLICIES, FEATURES, NAMES, PlanRequest, restraints
+from dapple_tf.planning.plan_request import FEATURES, NAMES, PlanRequest, restraints
 from dapple_tf.planning.planner import plan
 from dapple_tf.planning.pool import Choice
 from dapple_tf.planning.search import least_seconds
+from dapple_tf.schedules.policies import BUILT_IN
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import simulate, tried
 from dapple_tf.tools.evaluation.paper_models import CONFIGS, MODELS
 
 heavy = functools.partial(hardware.profile_of, parameters=10**8)
+DAPPLE_POLICIES = tuple(policy.name for policy in BUILT_IN if policy.planning.formula)
 FOUR = cluster_of(1, 1, 1, 1, inter_bandwidth=1e10)
 SLOW = cluster_of(1, 1, 1, 1, inter_bandwidth=5e8)
 
@@ -273,6 +276,35 @@ def test_reports_are_simulations_whatever_was_asked(seed: int) -> None:
     one_device = report(chosen).one_device
     assert one_device is not None and report(chosen).speedup == pytest.approx(one_device / step.latency)
     assert used(chosen) <= set(NAMES if only is None else only)
+
+
+def random_features(draw: random.Random, names: Collection[str]) -> list[str]:
+    some: list[str] = []
+    for feature in FEATURES:  # Each comes after the one that it needs.
+        if feature.name in names and feature.needs in (None, *some) and draw.random() < 0.7:
+            some.append(feature.name)
+    return some
+
+
+def test_a_larger_space_never_gives_a_slower_plan() -> None:
+    """Hardly ever: the search climbs, and a feature such as pieces may lead it to another local optimum.
+
+    Of 100 draws two were slower, by 1.0 and 1.3 %.
+    """
+    draws, slower = int(os.environ.get("DAPPLE_SPACES", "6")), {}
+    for seed in range(draws):
+        draw = random.Random(seed)
+        profile, cluster = random_profile(draw, draw.randint(4, 16)), random_cluster(draw, draw.randint(2, 8))
+        large = random_features(draw, NAMES) if draw.random() < 0.5 else NAMES
+        small, batch, latencies = random_features(draw, large), draw.choice([16, 32, 64]), []
+        for only in (small, large):
+            try:
+                latencies.append(report(plan(profile, cluster, batch, only=only, least_gain=0.0)).latency)
+            except PlanError:
+                latencies.append(float("inf"))  # nothing fits
+        if latencies[1] > latencies[0] * 1.0025:
+            slower[seed] = latencies[1] / latencies[0] - 1
+    assert len(slower) <= draws // 50 and max(slower.values(), default=0.0) < 0.02, slower
 
 
 # ---- where nothing fits

@@ -20,9 +20,8 @@ from schedule_runs import straight, vee
 import dapple_tf as dapple
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.planning.planner import plan as find_plan
-from dapple_tf.schedules.policies import BUILT_IN
+from dapple_tf.schedules.policies import BUILT_IN, own_policy
 from dapple_tf.schedules.policy import Placement, Planning, Policy
-from dapple_tf.schedules.policy_names import own_policy
 from dapple_tf.schedules.schedule_request import Job, Orders, ScheduleRequest
 from dapple_tf.schedules.schedules import ScheduleError, make_schedule, policy_of
 from dapple_tf.simulation.cost import CostModel

@@ -28,7 +28,7 @@ from dapple_tf.schedules.list_scheduling import (
     oldest_first,
     run,
 )
-from dapple_tf.schedules.out_of_order import best_reverse_first_k, modulo_devices
+from dapple_tf.schedules.out_of_order import best_reverse_first_k
 from dapple_tf.schedules.schedule_request import Job, ScheduleRequest
 from dapple_tf.schedules.schedules import POLICIES, ScheduleError, in_flight, make_schedule, resolve_warm_up, validate
 from dapple_tf.simulation.cost import CostModel
@@ -118,7 +118,7 @@ def test_zb_h1_with_four_devices_and_eight_micro_batches_has_a_third_of_the_bubb
         *itertools.product(("zb_h1", "zb_h2", "zero_bubble"), [straight(3)], [2]),
         *itertools.product(("zb_h1", "zb_h2", "zero_bubble"), [straight(4)], [8]),
         *itertools.product(("v_min", "v_half", "dualpipe_v"), [vee(4)], [8]),
-        ("modulo", modulo_devices(6, 2), 7),
+        ("modulo", ring(2, 3), 7),
         ("interleaved", ring(3, 2), 6),
     ],
 )

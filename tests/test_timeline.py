@@ -25,11 +25,10 @@ from dapple_tf.describe.plan import Plan
 from dapple_tf.schedules.schedules import POLICIES, make_schedule
 from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulator import simulate
-from dapple_tf.view.colours import COLOURS
 from dapple_tf.view.image import draw_timelines
 from dapple_tf.view.text import timeline_text
 from dapple_tf.view.time_axis import shown_unit, time_text
-from dapple_tf.view.timeline import Lane, Span, Timeline
+from dapple_tf.view.timeline import COLOURS, Lane, Span, Timeline
 
 DEVICES = {4: "device 4: stage 0", 2: "device 2: stage 1"}
 

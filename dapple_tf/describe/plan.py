@@ -33,8 +33,8 @@ from dapple_tf.describe.stage_plan import StagePlan, checked, stages_of
 from dapple_tf.describe.unit_timeline import unit_timeline
 from dapple_tf.errors import names_checked
 from dapple_tf.schedules import schedules
+from dapple_tf.schedules.policies import find_policy, own_policy, reference
 from dapple_tf.schedules.policy import Policy
-from dapple_tf.schedules.policy_names import find_policy, own_policy, reference
 from dapple_tf.schedules.schedule_request import ScheduleError, ScheduleRequest
 from dapple_tf.view.notebook import Table, notebook_html
 from graph_passes.ir.batching import Interval, slice_intervals

@@ -164,30 +164,6 @@ def stage_regions(stages: int) -> tuple[tuple[int, ...], ...]:
     return tuple((stage,) for stage in reversed(range(stages)))
 
 
-def similar_regions(input_grad_seconds: Sequence[float], tolerance: float = 0.5) -> tuple[tuple[int, ...], ...]:
-    """Groups consecutive stages of similar compute into regions ("e.g. a ResNet block can be a single region").
-
-    Args:
-        input_grad_seconds: time of each stage's Bx.
-        tolerance: a stage joins the region before it if its time differs from the region's mean by at most this
-            fraction of the mean.
-
-    Raises:
-        ValueError: ``tolerance`` is negative.
-    """
-    if tolerance < 0:
-        raise ValueError(f"tolerance is {tolerance}; it must be at least 0")
-    regions: list[list[int]] = []
-    for stage in reversed(range(len(input_grad_seconds))):
-        if regions:
-            mean = sum(input_grad_seconds[other] for other in regions[-1]) / len(regions[-1])
-            if abs(input_grad_seconds[stage] - mean) <= tolerance * mean:
-                regions[-1].append(stage)
-                continue
-        regions.append([stage])
-    return tuple(map(tuple, regions))
-
-
 def check_regions(regions: Regions, stages: int) -> None:
     """Checks that the regions are runs of all stages, the last stage first.
 

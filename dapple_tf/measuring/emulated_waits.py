@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dapple_tf.simulation.cost import CostModel
+from dapple_tf.simulation.shared_cores import pace
 from dapple_tf.view.timeline import Span
 
 GRACE = 1e-3
@@ -261,7 +262,7 @@ class SharedCores:
             return self.ended[wait]
 
     def _rate(self) -> float:
-        return min(1.0, self.capacity / len(self.left))
+        return pace(self.capacity, len(self.left))
 
     def _next_end(self) -> float:
         return self.updated + min(self.left.values()) / self._rate()

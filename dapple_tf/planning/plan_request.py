@@ -18,9 +18,8 @@ from dapple_tf.describe.plan_values import SHARDS, integer
 from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.reductions import with_fastest_reductions
 from dapple_tf.planning.shares import with_shares
-from dapple_tf.schedules.policies import BUILT_IN
+from dapple_tf.schedules.policies import BUILT_IN, own_policy
 from dapple_tf.schedules.policy import Placement, Policy
-from dapple_tf.schedules.policy_names import own_policy
 from dapple_tf.schedules.schedule_request import ScheduleError
 from dapple_tf.schedules.schedules import POLICIES, policy_of
 from dapple_tf.simulation.cost import CostModel
@@ -142,9 +141,6 @@ def restraints(plan: Plan) -> tuple[str, ...]:
         f"{feature.text}: {feature.restraint}" for feature in FEATURES if feature.restraint and feature.used(plan)
     )
 
-
-DAPPLE_POLICIES = tuple(policy.name for policy in BUILT_IN if policy.planning.formula)
-"""The policies of the paper, which the search by formula covers."""
 
 AUTO = "auto"
 """Lets the planner choose."""

@@ -329,7 +329,7 @@ class Candidate(NamedTuple):
     steps: tuple[int, ...]
 
 
-def coarsened(profile: Profile, limit: int, positions: Sequence[int] | None = None) -> tuple[int, ...]:
+def coarsened(profile: Profile, limit: int) -> tuple[int, ...]:
     """Returns at most ``limit`` positions (after layer i: i + 1) at which to consider cuts, with the model's end.
 
     Cuts are dropped one by one: first those that separate the least work, among these the ones that most bytes cross.
@@ -337,13 +337,12 @@ def coarsened(profile: Profile, limit: int, positions: Sequence[int] | None = No
     Args:
         profile: the layers.
         limit: the most positions.
-        positions: the positions that there are, ascending, with the model's end; None for all.
     """
     samples, times = profile.batch_sizes[-1], layer_seconds(profile)
     total = sum(times) or 1.0
     bytes_ = [sum(cost.at(samples) for cost in pair) for pair in profile.crossing]
     most = max(bytes_) or 1.0
-    ends = list(range(1, len(profile.layers) + 1)) if positions is None else list(positions)
+    ends = list(range(1, len(profile.layers) + 1))
     work = [sum(times[start:stop]) for start, stop in itertools.pairwise((0, *ends))]
     while len(ends) > max(1, limit):
         loss = [(work[i] + work[i + 1]) / total * (2 - bytes_[ends[i] - 1] / most) for i in range(len(ends) - 1)]

@@ -26,7 +26,6 @@ from collections.abc import Callable, Sequence
 from dapple_tf.schedules import list_scheduling
 from dapple_tf.schedules.policy import Placement, Planning, Policy
 from dapple_tf.schedules.schedule_request import Job, Orders, ScheduleRequest
-from dapple_tf.schedules.vee import check_vee, stages_of_devices, ways
 from graph_passes.ir.tasks import Phase, inputs
 
 F, BX, BW = Phase.FORWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
@@ -76,7 +75,7 @@ def room_on_devices(request: ScheduleRequest, most: int) -> dict[int, int]:
     D counts micro-batches of any of the device's stages (`Policy.shares_room`); at least one gets through all of them.
     """
     room: dict[int, int] = {}
-    for device, stages in stages_of_devices(request).items():
+    for device, stages in request.stages_of.items():
         limits = [] if request.warm_up else [most]
         if request.holds is not None:
             limits.append(max(len(stages), min(request.holds[stage] for stage in stages)))
@@ -85,31 +84,9 @@ def room_on_devices(request: ScheduleRequest, most: int) -> dict[int, int]:
     return room
 
 
-def listed(request: ScheduleRequest, room: dict[int, int]) -> list[list_scheduling.Timeline]:
-    """Returns list schedules of a V within K, D and the devices' room."""
-    limits = [request.limit(stage, request.micro_batches) for stage in range(request.stages)]
-    queues = list_scheduling.free_queues(request)
-    keys = (list_scheduling.oldest_first(request), list_scheduling.deepest_first(request))
-    return [list_scheduling.run(request, queues, key, limits=limits, room=room) for key in keys]
-
-
-def keeps_within(request: ScheduleRequest, orders: Orders, room: dict[int, int]) -> bool:
-    """Returns whether orders keep to K, D and the devices' room."""
-    for device, jobs in orders.items():
-        counts: dict[int, int] = {}
-        for job in jobs:
-            if job.phase is not BX:
-                counts[job.stage] = counts.get(job.stage, 0) + (1 if job.phase is F else -1)
-            if counts.get(job.stage, 0) > request.limit(job.stage, request.micro_batches):
-                return False
-            if sum(counts.values()) > room.get(device, len(jobs)):
-                return False
-    return True
-
-
 def on_devices(request: ScheduleRequest, orders: Sequence[Sequence[Job]]) -> Orders:
     """Turns positions' jobs, whose "stages" are ways, into devices' jobs: each way's stages run one by one."""
-    members = ways(request)
+    members = request.ways()
     device_orders: Orders = {}
     for position, jobs in enumerate(orders):
         own = [
@@ -141,14 +118,14 @@ def v_half(request: ScheduleRequest) -> Orders:
 
 def _shortest(request: ScheduleRequest, block: Block, held: Callable[[int], int]) -> Orders:
     """Returns the repeated block, if it keeps within the limits, or a list schedule, whichever takes less time."""
-    check_vee(request)
-    positions = len(ways(request)) // 2
-    most = max(map(len, stages_of_devices(request).values()))
+    request.check_vee()
+    positions = len(request.ways()) // 2
+    most = max(map(len, request.stages_of.values()))
     room = room_on_devices(request, held(positions) * most)
     repeated = _Repeated(block, positions, request.micro_batches, 2 * held(positions)).orders()
     orders = on_devices(request, repeated)
-    runs = [list_scheduling.replay(request, orders)] if keeps_within(request, orders, room) else []
-    return list_scheduling.best([*runs, *listed(request, room)]).orders
+    runs = [list_scheduling.replay(request, orders)] if list_scheduling.keeps_within(request, orders, room) else []
+    return list_scheduling.best([*runs, *list_scheduling.free_runs(request, room)]).orders
 
 
 class _Repeated:
@@ -282,7 +259,7 @@ V_MIN = Policy(
     "v_min",
     v_min,
     "a third of 1F1B's memory, two stages on each device, there and back",
-    check=check_vee,
+    check=ScheduleRequest.check_vee,
     splits=True,
     shares_room=True,
     planning=Planning((Placement.VEE,), 55, where_short=True, by_seconds=True, list_runs=3),
@@ -291,7 +268,7 @@ V_HALF = Policy(
     "v_half",
     v_half,
     "half of 1F1B's memory, two stages on each device, there and back",
-    check=check_vee,
+    check=ScheduleRequest.check_vee,
     splits=True,
     shares_room=True,
     planning=Planning((Placement.VEE,), 65, where_short=True, by_seconds=True, list_runs=3),

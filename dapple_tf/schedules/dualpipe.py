@@ -24,10 +24,9 @@ from __future__ import annotations
 from collections import deque
 
 from dapple_tf.schedules import list_scheduling
-from dapple_tf.schedules.controllable_memory import keeps_within, listed, on_devices, room_on_devices
+from dapple_tf.schedules.controllable_memory import on_devices, room_on_devices
 from dapple_tf.schedules.policy import Placement, Planning, Policy
 from dapple_tf.schedules.schedule_request import Job, Orders, ScheduleRequest
-from dapple_tf.schedules.vee import check_vee, stages_of_devices, ways
 from graph_passes.ir.tasks import Phase
 
 F, BX, BW = Phase.FORWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
@@ -39,15 +38,15 @@ def dualpipe_v(request: ScheduleRequest) -> Orders:
     Raises:
         ScheduleError: the devices aren't a V.
     """
-    check_vee(request)
-    positions = len(ways(request)) // 2
-    each = max(map(len, stages_of_devices(request).values())) // 2
+    request.check_vee()
+    positions = len(request.ways()) // 2
+    each = max(map(len, request.stages_of.values())) // 2
     room = room_on_devices(request, (2 * positions + 1) * each)
     if request.micro_batches >= 2 * positions:
         orders = on_devices(request, [_order(i, positions, request.micro_batches) for i in range(positions)])
-        if keeps_within(request, orders, room):
+        if list_scheduling.keeps_within(request, orders, room):
             return orders
-    return list_scheduling.best(listed(request, room)).orders
+    return list_scheduling.best(list_scheduling.free_runs(request, room)).orders
 
 
 def _order(position: int, positions: int, micro_batches: int) -> list[Job]:
@@ -113,7 +112,7 @@ DUALPIPE_V = Policy(
     "dualpipe_v",
     dualpipe_v,
     "DualPipe cut in half: two stages on each device, there and back, a little more than 1F1B's memory",
-    check=check_vee,
+    check=ScheduleRequest.check_vee,
     splits=True,
     shares_room=True,
     planning=Planning((Placement.VEE,), 35, where_short=True, by_seconds=True, list_runs=2),

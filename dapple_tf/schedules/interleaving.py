@@ -44,7 +44,7 @@ def interleaved(request: ScheduleRequest) -> Orders:
                 jobs += [Job(stage, Phase.FORWARD, next_number) for stage in next_group]
             jobs += [Job(stage, Phase.BACKWARD, number) for stage in reversed(group)]
         orders |= {device: list(jobs) for device in request.devices[groups[0][0]]}
-    if _fits(request, orders):
+    if list_scheduling.keeps_within(request, orders):
         return orders
     return _limited(request, {job: place for jobs in orders.values() for place, job in enumerate(jobs)})
 
@@ -100,19 +100,6 @@ def _passes(groups: tuple[range, ...], rounds: tuple[int, ...]) -> list[tuple[ra
         passes += [(group, first + offset) for group in groups for offset in range(size)]
         first += size
     return passes
-
-
-def _fits(request: ScheduleRequest, orders: Orders) -> bool:
-    if request.holds is None and request.warm_up is None:
-        return True
-    for jobs in orders.values():
-        in_flight: dict[int, int] = {}
-        for job in jobs:
-            change = 1 if job.phase is Phase.FORWARD else -1
-            in_flight[job.stage] = in_flight.get(job.stage, 0) + change
-            if in_flight[job.stage] > request.limit(job.stage, request.micro_batches):
-                return False
-    return True
 
 
 def _limited(request: ScheduleRequest, places: dict[Job, int]) -> Orders:

@@ -79,6 +79,22 @@ def replay(request: ScheduleRequest, orders: Orders) -> Timeline:
     return run(request, {device: [jobs] for device, jobs in orders.items()}, lambda job, ready: ())
 
 
+def keeps_within(request: ScheduleRequest, orders: Orders, room: Mapping[int, int] | None = None) -> bool:
+    """Returns whether orders keep to K, D and the devices' room; without ``room`` only to K and D."""
+    if room is None and request.holds is None and request.warm_up is None:
+        return True
+    for device, jobs in orders.items():
+        counts: dict[int, int] = {}
+        for job in jobs:
+            if job.phase is not BX:
+                counts[job.stage] = counts.get(job.stage, 0) + (1 if job.phase is F else -1)
+            if counts.get(job.stage, 0) > request.limit(job.stage, request.micro_batches):
+                return False
+            if sum(counts.values()) > (room or {}).get(device, len(jobs)):
+                return False
+    return True
+
+
 def best(runs: Sequence[Timeline]) -> Timeline:
     """Returns the run with the shortest step; ties go to the shortest `Timeline.longest_span`, then to the first."""
     return min(runs, key=lambda run: (round(run.makespan, 9), round(run.longest_span, 9)))
@@ -86,12 +102,8 @@ def best(runs: Sequence[Timeline]) -> Timeline:
 
 def merged_devices(request: ScheduleRequest) -> dict[int, int]:
     """Maps each device to the first with the same stages, so that one replica stands for all."""
-    stages_of: dict[int, list[int]] = {}
-    for stage, replicas in enumerate(request.devices):
-        for device in replicas:
-            stages_of.setdefault(device, []).append(stage)
     first: dict[tuple[int, ...], int] = {}
-    return {device: first.setdefault(tuple(stages), device) for device, stages in sorted(stages_of.items())}
+    return {device: first.setdefault(tuple(stages), device) for device, stages in sorted(request.stages_of.items())}
 
 
 class _Run:
@@ -306,3 +318,23 @@ def critical_path(request: ScheduleRequest) -> Callable[[Job], float]:
         for before in inputs(stage, phase):
             lengths[before] = max(lengths[before], lengths[stage, phase])
     return lambda job: lengths[job.stage, job.phase]
+
+
+# ---- runs by several keys
+
+
+def free_runs(
+    request: ScheduleRequest,
+    room: Mapping[int, int] | None = None,
+    keys: Sequence[Callable[[ScheduleRequest], Key]] = (oldest_first, deepest_first),
+) -> list[Timeline]:
+    """Runs all jobs by each of some keys, in any order that K and D allow.
+
+    Args:
+        request: the devices of stages, the times of jobs, and the limits.
+        room: device -> the most micro-batches in flight, summed over its stages.
+        keys: makes each key.
+    """
+    limits = [request.limit(stage, request.micro_batches) for stage in range(request.stages)]
+    queues = free_queues(request)
+    return [run(request, queues, key(request), limits=limits, room=room) for key in keys]

@@ -114,10 +114,8 @@ def modulo(request: ScheduleRequest) -> Orders:
     oldest micro-batch first, which starts the backward early and has fewer in flight. K and D
     bound the micro-batches in flight of each stage.
     """
-    limits = [request.limit(stage, request.micro_batches) for stage in range(request.stages)]
-    queues = list_scheduling.free_queues(request)
-    keys = (list_scheduling.oldest_first(request), list_scheduling.critical_path_first(request))
-    return list_scheduling.best([list_scheduling.run(request, queues, key, limits=limits) for key in keys]).orders
+    keys = (list_scheduling.oldest_first, list_scheduling.critical_path_first)
+    return list_scheduling.best(list_scheduling.free_runs(request, keys=keys)).orders
 
 
 MODULO = Policy(
@@ -127,11 +125,6 @@ MODULO = Policy(
     splits=True,
     planning=Planning((Placement.STRAIGHT, Placement.PERIODIC), 80, by_seconds=True, list_runs=2),
 )
-
-
-def modulo_devices(stages: int, devices: int) -> list[list[int]]:
-    """Allocates stage l to device l mod n."""
-    return [[stage % devices] for stage in range(stages)]
 
 
 def reverse_first_k(orders: Orders, k: int, micro_batches: int) -> Orders:

@@ -145,6 +145,15 @@ class ScheduleRequest:
         groups = [list(stages) for _, stages in runs]
         return tuple(range(stages[0], stages[-1] + 1) for stages in groups)
 
+    @functools.cached_property
+    def stages_of(self) -> dict[int, list[int]]:
+        """Device -> its stages."""
+        stages_of: dict[int, list[int]] = {}
+        for stage, devices in enumerate(self.devices):
+            for device in devices:
+                stages_of.setdefault(device, []).append(stage)
+        return stages_of
+
     def limit(self, stage: int, wanted: int) -> int:
         """Returns ``wanted`` micro-batches in flight, or what K, D and M allow if that is less."""
         limits = [wanted, self.micro_batches]
@@ -178,6 +187,45 @@ class ScheduleRequest:
                         f"other devices"
                     )
                 group_of[device] = index
+
+    # ---- V-shaped pipelines
+
+    @property
+    def is_vee(self) -> bool:
+        """Whether the second half of the stages goes back over the devices of the first.
+
+            device   0  1  2  2  1  0
+            stage    0  1  2  3  4  5     p = 3 positions
+
+        Consecutive stages with equal devices count as one, so that a position may have several on either way.
+        """
+        half = self.stages // 2
+        if self.stages % 2 or len(self.groups) == 1 or self.devices != self.devices[::-1]:
+            return False
+        first = [devices for devices, _ in itertools.groupby(self.devices[:half])]
+        return sum(map(len, first)) == len({device for devices in first for device in devices})
+
+    def check_vee(self) -> None:
+        """Checks that the devices are a V.
+
+        Raises:
+            ScheduleError: they aren't.
+        """
+        if not self.is_vee:
+            raise ScheduleError(
+                f"{self.policy} wants stages i and {self.stages} - 1 - i on the same devices, such as [[0], [1], [1], "
+                f"[0]], and the first half on different ones, but the stages are on {list(map(list, self.devices))}; "
+                f"use such a list, or zb_h1, zb_h2 or modulo"
+            )
+
+    def ways(self) -> list[range]:
+        """Returns the stages of each of the 2p ways of a V: first there, position by position, then back."""
+        half = self.stages // 2
+        runs = itertools.groupby(range(half), key=lambda stage: self.devices[stage])
+        there = [list(stages) for _, stages in runs]
+        spans = [(stages[0], stages[-1] + 1) for stages in there]
+        back = [(self.stages - stop, self.stages - start) for start, stop in reversed(spans)]
+        return [range(start, stop) for start, stop in (*spans, *back)]
 
 
 def check_count(name: str, count: int) -> None:

@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from dapple_tf.schedules import list_scheduling
 from dapple_tf.schedules.policy import Placement, Planning, Policy
 from dapple_tf.schedules.schedule_request import Job, Orders, ScheduleRequest
-from dapple_tf.schedules.vee import check_vee, is_vee, stages_of_devices
 from graph_passes.ir.tasks import Phase
 
 F, BX, BW = Phase.FORWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
@@ -69,7 +68,7 @@ def zero_bubble(request: ScheduleRequest) -> Orders:
     For each warm-up between zb_h1's and zb_h2's, the closed form and one whose Bw fill the gaps of a simulated run are
     compared by the time of the step, then by the longest time between a device's first and last task.
     """
-    if is_vee(request):
+    if request.is_vee:
         return zb_v(request)
     positions = len(request.groups)
     limits = h2_limits(request)
@@ -101,15 +100,10 @@ def zb_v(request: ScheduleRequest) -> Orders:
     Raises:
         ScheduleError: the devices aren't a V.
     """
-    check_vee(request)
-    limits = [request.limit(stage, request.micro_batches) for stage in range(request.stages)]
-    stages_of = stages_of_devices(request)
+    request.check_vee()
     positions = len({request.devices[stage] for stage in range(request.stages)})
-    room = None if request.warm_up else {device: positions * len(stages) for device, stages in stages_of.items()}
-    queues = list_scheduling.free_queues(request)
-    keys = (list_scheduling.oldest_first(request), list_scheduling.deepest_first(request))
-    runs = [list_scheduling.run(request, queues, key, limits=limits, room=room) for key in keys]
-    return list_scheduling.best(runs).orders
+    room = {} if request.warm_up else {device: positions * len(own) for device, own in request.stages_of.items()}
+    return list_scheduling.best(list_scheduling.free_runs(request, room)).orders
 
 
 def _warm_up(request: ScheduleRequest, extra: int, limits: Sequence[int]) -> list[int]:
@@ -132,7 +126,7 @@ def _order(micro_batches: int, stages: range, warm_up: int, delay: int) -> list[
 
 
 def _check_straight_or_vee(request: ScheduleRequest) -> None:
-    if not is_vee(request):
+    if not request.is_vee:
         request.check_straight()
 
 
@@ -158,7 +152,7 @@ ZB_V = Policy(
     "zb_v",
     zb_v,
     "zero bubble within 1F1B's memory, two stages on each device, there and back",
-    check=check_vee,
+    check=ScheduleRequest.check_vee,
     splits=True,
     planning=Planning((Placement.VEE,), 75, by_seconds=True, list_runs=2),
 )

@@ -9,15 +9,16 @@ import copy
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from dapple_tf.common.text import gib
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.layer_profile import ZERO, Cost
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile, Tensor
+from dapple_tf.schedules.policy import Policy
 from dapple_tf.schedules.schedule_request import ScheduleRequest
 from dapple_tf.schedules.schedules import ScheduleError, in_flight_limits, order_tasks
 from dapple_tf.simulation.all_reduce import AllReduceTime, all_reduce_time, exchange_time
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 
+_Result = TypeVar("_Result")
 _GRADIENTS = (Phase.BACKWARD, Phase.WEIGHT_GRAD)
 
 
@@ -542,11 +544,7 @@ class CostModel:
         Raises:
             PlanError: a stage doesn't fit its devices; the text says which, by how much, and what would help.
         """
-        self.check_memory()
-        try:
-            return in_flight_limits(self.plan.policy, self._request)
-        except ScheduleError as error:
-            raise PlanError(f"the plan doesn't fit the devices' memory: {error}") from error
+        return self._within_memory(in_flight_limits)
 
     def check_memory(self) -> None:
         """Checks that each stage's devices hold at least one micro-batch.
@@ -579,15 +577,14 @@ class CostModel:
         Raises:
             PlanError: as `warm_up`.
         """
+        return self._within_memory(order_tasks)
+
+    def _within_memory(self, function: Callable[[Policy, ScheduleRequest], _Result]) -> _Result:
         self.check_memory()
         try:
-            return order_tasks(self.plan.policy, self._request)
+            return function(self.plan.policy, self.plan.request.within(self.holds, len(self.micro_batches)))
         except ScheduleError as error:
             raise PlanError(f"the plan doesn't fit the devices' memory: {error}") from error
-
-    @property
-    def _request(self) -> ScheduleRequest:
-        return self.plan.request.within(self.holds, len(self.micro_batches))
 
 
 # ---- how tensors travel

@@ -176,8 +176,4 @@ def _rows_elsewhere(costs: CostModel, stage: int, *, accumulated: bool) -> float
 
 def _stages_on(costs: CostModel) -> dict[int, tuple[int, ...]]:
     """Maps each device to its stages."""
-    stages_on: dict[int, tuple[int, ...]] = dict.fromkeys(costs.devices, ())
-    for stage, members in enumerate(costs.plan.devices):
-        for device in members:
-            stages_on[device] += (stage,)
-    return stages_on
+    return {device: tuple(costs.plan.request.stages_of.get(device, ())) for device in costs.devices}

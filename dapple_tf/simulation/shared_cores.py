@@ -38,6 +38,11 @@ class Running:
         return self.left - self.marks[0][0] if self.marks else self.left
 
 
+def pace(capacity: float, running: int) -> float:
+    """Returns how fast each of some devices computes that share cores, relative to a device alone."""
+    return min(1.0, capacity / running)
+
+
 class SharedCores:
     """What runs on each server, and how fast.
 
@@ -101,7 +106,7 @@ class SharedCores:
                 yield item, None
 
     def _rate(self, server: int) -> float:
-        return min(1.0, self.capacity[server] / len(self.running[server]))
+        return pace(self.capacity[server], len(self.running[server]))
 
     def _advance(self, server: int, now: float) -> None:
         """Updates the remaining work."""

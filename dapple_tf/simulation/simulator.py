@@ -552,10 +552,7 @@ class LeastTimes:
 
     def _message(self, message: Message, senders: Sequence[int], receivers: Sequence[int]) -> float:
         source, target = senders[message.sender], receivers[message.receiver]
-        if source == target:
-            return 0.0
-        link = self.costs.cluster.link(source, target)
-        return message.bytes / link.bandwidth + link.latency
+        return 0.0 if source == target else self.costs.cluster.link(source, target).seconds(message.bytes)
 
     def _updated(self, stage: int) -> float:
         """Returns the seconds of a stage's update, and of the last of many all-reduces if it has some of its own.

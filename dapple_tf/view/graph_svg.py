@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from xml.etree import ElementTree
 
 from dapple_tf.common.text import bytes_text
-from dapple_tf.view.colours import COLOURS, CONTROL, DATA, text_colour
 from dapple_tf.view.figure import Box, Curve, Figure, LaneBox, figure
 from dapple_tf.view.task_graph import TaskEdge, TaskGraph, TaskNode, TensorText
-from dapple_tf.view.timeline import TASKS
+from dapple_tf.view.timeline import COLOURS, CONTROL, DATA, TASKS, text_colour
 
 _XMLNS = "http://www.w3.org/2000/svg"
 Attributes = Mapping[str, str | float]

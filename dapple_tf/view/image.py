@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dapple_tf.view.colours import COLOURS, text_colour
 from dapple_tf.view.time_axis import memory_text, on_one_axis, short_label, shown_unit, step_text, ticks
-from dapple_tf.view.timeline import ALL_REDUCE, SEND, TASKS, Lane, MemoryCurve, Span, Timeline
+from dapple_tf.view.timeline import ALL_REDUCE, COLOURS, SEND, TASKS, Lane, MemoryCurve, Span, Timeline, text_colour
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -31,9 +31,8 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dapple_tf.view.colours import COLOURS, CONTROL, DATA
 from dapple_tf.view.task_graph import TaskGraph, TaskNode
-from dapple_tf.view.timeline import Span, Timeline
+from dapple_tf.view.timeline import COLOURS, CONTROL, DATA, Span, Timeline
 
 _COMMON = ("common.js", "controls.js", "chart.js")
 TIMELINE_SCRIPTS = (

@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping, Sequence
 
 from dapple_tf.common.text import bytes_text
-from dapple_tf.view.colours import COLOURS, text_colour
 from dapple_tf.view.time_axis import (
     common_unit,
     memory_text,
@@ -18,7 +17,18 @@ from dapple_tf.view.time_axis import (
     step_text,
     ticks,
 )
-from dapple_tf.view.timeline import ALL_REDUCE, LINK_KINDS, SEND, TASKS, Lane, Span, Timeline, row_of
+from dapple_tf.view.timeline import (
+    ALL_REDUCE,
+    COLOURS,
+    LINK_KINDS,
+    SEND,
+    TASKS,
+    Lane,
+    Span,
+    Timeline,
+    row_of,
+    text_colour,
+)
 
 _NARROWEST = 60
 _FEWEST_COLUMNS = 20
