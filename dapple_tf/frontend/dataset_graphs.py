@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import hashlib
 
-from graph_passes.ir.graph import GraphDef, NodeDef, Ref, copied_node, data_inputs
+from graph_passes.ir.graph import GraphDef, NodeDef, Ref, copied, data_inputs
 
 _AGAIN = ("reshuffle_each_iteration", "rerandomize_each_iteration")
 """The attributes of datasets with a generator of seeds."""
@@ -79,7 +79,7 @@ def merged(graph: GraphDef) -> GraphDef:
     names: dict[str, str] = {}  # node -> the one that stands for it
     known: dict[bytes, str] = {}
     for original in graph.node:
-        node = copied_node(original)
+        node = copied(original)
         node.name = ""
         node.input[:] = [str(Ref(names[ref.node], ref.output)) for ref in data_inputs(node)]
         name = known.setdefault(hashlib.sha256(node.SerializeToString(deterministic=True)).digest(), original.name)
