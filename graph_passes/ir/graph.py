@@ -138,7 +138,7 @@ def control_inputs(node: NodeDef) -> list[str]:
 
 
 def own_attrs(node: NodeDef) -> dict[str, AttrValue]:
-    """Returns the attributes of a node that say what it is for."""
+    """Returns the attributes of a node that carry its roles."""
     return {key: value for key, value in node.attr.items() if key.startswith(OWN_ATTRS)}
 
 
@@ -197,7 +197,7 @@ class Graph:
         return self._inputs[name]
 
     def sources(self, name: str) -> list[str]:
-        """Returns the names of the nodes that node ``name`` reads, and of those that it waits for."""
+        """Returns the names of the nodes that node ``name`` reads or waits for."""
         return [*(ref.node for ref in self._inputs[name]), *control_inputs(self.nodes[name])]
 
     def consumers(self, name: str) -> list[str]:
