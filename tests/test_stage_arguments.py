@@ -50,7 +50,7 @@ def gathering() -> Program:
         cut = {ref: dataclasses.replace(v, shards=2) for ref, v in captured.variables.items()}
         captured = dataclasses.replace(captured, variables=cut)
         updates.append(GroupUpdate((stage,), captured, shards=Shards(names, stored=names)))
-    replicate = Replicate(layout, HOST, owners(program), in_shards=frozenset(program.variables), bucket_bytes=64)
+    replicate = Replicate(layout, HOST, owners(program), in_shards=frozenset(program.variables))
     order, update = OrderTasks(schedule, DEVICES), Update(tuple(updates), 64)
     program = apply(program, replicate, SplitConcat(), Accumulate(), order, update)
     verify(program, complete=True)

@@ -306,9 +306,7 @@ class StepPasses:
         states = (v for v in built.program.roles.variables if v.kind is VariableKind.STATE)
         updates = training or any(v.update is not None for v in states)
         made: list[Pass] = [self._partition(mode, built.prefix, kind.samples)] if again else []
-        made.append(
-            Replicate(layout, cluster.host_device, owners, built.prefix, first_key, in_shards, plan.bucket_bytes)
-        )
+        made.append(Replicate(layout, cluster.host_device, owners, built.prefix, first_key, in_shards))
         if plan.backward_cuts and training:
             made.append(CutBackward(plan.backward_cuts))
         made.append(SplitConcat(plan.relays))

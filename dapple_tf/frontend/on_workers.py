@@ -21,7 +21,7 @@ from tensorflow.core.framework import types_pb2
 
 from dapple_tf.common.keras_private import OwnAdapter
 from dapple_tf.errors import DataError, reason
-from graph_passes.ir.graph import GraphDef, NodeDef, Ref, all_nodes, copied_node, data_inputs
+from graph_passes.ir.graph import GraphDef, NodeDef, Ref, all_nodes, copied, data_inputs
 from graph_passes.ir.tensorflow_bridge import constant_value, function_graph, input_dtypes, is_stateful, op_def
 
 Shape = tuple[int, ...]
@@ -486,7 +486,7 @@ def _merged(graph: GraphDef) -> GraphDef:
     names: dict[str, str] = {}  # node -> the one that stands for it
     known: dict[bytes, str] = {}
     for original in graph.node:
-        node = copied_node(original)
+        node = copied(original)
         node.name = ""
         node.input[:] = [str(Ref(names[ref.node], ref.output)) for ref in data_inputs(node)]
         name = known.setdefault(hashlib.sha256(node.SerializeToString(deterministic=True)).digest(), original.name)

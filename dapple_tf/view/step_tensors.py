@@ -118,7 +118,7 @@ class StepTensors:
         variable = self._updated.get(value.ref) or self._variables.get(value.ref)
         if variable is not None and value.kind in (ValueKind.FORWARD, ValueKind.GRADIENT):
             return variable.shape
-        stage, samples = self.program.stages[task.stage], self.step.layout.slice(*_place(task)).size
+        stage, samples = self.program.stages[task.stage], self.step.layout.samples(task).size
         if value.kind in (ValueKind.FORWARD, ValueKind.GRADIENT) and value.ref in self._boundaries:
             shape = self._boundaries[value.ref].slice_shape(samples)
             if None not in shape:  # Within a stage a loop hides the batch axis.
@@ -164,7 +164,3 @@ class StepTensors:
 
 def _declared(placeholder: NodeDef) -> Shape:
     return tuple(None if dim.size < 0 else dim.size for dim in placeholder.attr["shape"].shape.dim)
-
-
-def _place(task: Task) -> tuple[int, int, int]:
-    return task.stage, task.micro_batch, task.replica

@@ -10,7 +10,6 @@ from tensorflow.core.framework import types_pb2
 from graph_passes.analysis.operator_traits import ELEMENTWISE
 from graph_passes.analysis.sample_dependence import SampleDependence
 from graph_passes.ir.graph import (
-    OWN_ATTRS,
     AttrValue,
     Builder,
     Graph,
@@ -18,9 +17,11 @@ from graph_passes.ir.graph import (
     Names,
     NodeDef,
     Ref,
+    computation,
     dtype_attr,
     make_const,
     make_node,
+    own_attrs,
 )
 from graph_passes.ir.outline import dtype_of
 from graph_passes.ir.program import Program
@@ -82,7 +83,7 @@ class _Rows:
         def const(what: str, value: float | Sequence[int], dtype: int) -> Ref:
             return builder.append(make_const(builder.names.fresh(f"{node.name}/{what}"), value, dtype))
 
-        with builder.marked({key: value for key, value in node.attr.items() if key.startswith(OWN_ATTRS)}):
+        with builder.marked(own_attrs(node)):
             total = add("total", "Sum", ref, axes, **{key: node.attr[key] for key in ("T", "Tidx", "keep_dims")})
             flags = add("flags", "Cast", mask, SrcT=dtype_attr(types_pb2.DT_BOOL), DstT=dtype)
             flat, first = (const(*own, types_pb2.DT_INT32) for own in (("flat", [-1]), ("first", [0])))
@@ -126,11 +127,9 @@ class _Rows:
         number_of: dict[str, int] = {}
         for name in names:
             node = self.view.nodes[name]
-            inputs = [(number_of[ref.node], ref.output) for ref in self.view.inputs(name)]
-            attrs = [(key, node.attr[key].SerializeToString(deterministic=True)) for key in sorted(node.attr)]
+            inputs = tuple((number_of[ref.node], ref.output) for ref in self.view.inputs(name))
             apart = name if node.op == "Placeholder" or is_stateful(node.op) else ""
-            key = node.op, apart, tuple(inputs), tuple(own for own in attrs if not own[0].startswith(OWN_ATTRS))
-            number_of[name] = numbers.setdefault(key, len(numbers))
+            number_of[name] = numbers.setdefault((apart, computation(node, inputs)), len(numbers))
         return len({(number_of.get(ref.node, ref.node), ref.output) for ref in refs}) == 1
 
     def _condition(self, ref: Ref) -> Ref | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -13,7 +12,6 @@ from tensorflow.core.framework import types_pb2
 from graph_passes.analysis.operator_traits import ASKING, asked
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import (
-    OWN_ATTRS,
     Graph,
     GraphDef,
     Names,
@@ -22,6 +20,7 @@ from graph_passes.ir.graph import (
     control_inputs,
     layer_or_node,
     make_node,
+    own_attrs,
 )
 from graph_passes.ir.tensorflow_bridge import (
     EvaluationError,
@@ -37,8 +36,6 @@ from graph_passes.ir.tensorflow_bridge import (
 _SHAPES = ASKING | {"ShapeN"}
 _LARGEST = 1024
 """The most elements of a tensor that may become a constant: shapes, axes and counts are small."""
-_SMALL = 2**17
-"""Bytes of a graph that is remembered with its values."""
 _NUMBERS = frozenset(
     {types_pb2.DT_BOOL, types_pb2.DT_INT32, types_pb2.DT_INT64, types_pb2.DT_FLOAT, types_pb2.DT_DOUBLE}
 )
@@ -152,35 +149,24 @@ class _Folding:
     def _values(self, wanted: Sequence[Ref]) -> dict[Ref, np.ndarray]:
         """Returns the values of tensors that follow from shapes."""
         told = {name: self._asked(name) for name in self.folded if self.view.nodes[name].op in _SHAPES}
-        graph = GraphDef(versions=self.view.graph.versions)
-        labels: dict[str, str] = {}
-        constants: dict[Ref, str] = {}
+        graph, names = GraphDef(versions=self.view.graph.versions), Names(self.view.nodes)
+        constants: dict[Ref, Ref] = {}
         for name in self.folded:
             if name in told:
                 continue
-            inputs = []
             for ref in self.view.inputs(name):
                 producer = self.view.nodes[ref.node]
-                if producer.op != "Const" and ref.node not in told:
-                    inputs.append(str(Ref(labels[ref.node], ref.output)))
-                    continue
-                if ref not in constants:
-                    constants[ref] = f"c{len(constants)}"
+                if ref not in constants and (producer.op == "Const" or ref.node in told):
+                    constants[ref] = Ref(names.fresh(f"{ref.node}/value{ref.output}"))
                     value = constant_value(producer) if producer.op == "Const" else told[ref.node][ref.output]
-                    make_constant(graph.node.add(name=constants[ref]), value)
-                inputs.append(constants[ref])
-            labels[name] = f"n{len(labels)}"
-            node = graph.node.add(name=labels[name], op=self.view.nodes[name].op, input=inputs)
-            for key, attr in self.view.nodes[name].attr.items():
-                if not key.startswith("_"):
-                    node.attr[key].CopyFrom(attr)
-        computed = [ref for ref in wanted if ref.node not in told]
-        labelled = tuple(Ref(labels[ref.node], ref.output) for ref in computed)
+                    make_constant(graph.node.add(name=constants[ref].node), value)
+            inputs, attrs = [constants.get(ref, ref) for ref in self.view.inputs(name)], self.view.nodes[name].attr
+            attrs = {key: attr for key, attr in attrs.items() if not key.startswith("_")}
+            graph.node.append(make_node(name, self.view.nodes[name].op, inputs, attrs=attrs))
         try:
-            known = dict(zip(computed, _evaluated(graph, labelled), strict=True))
+            known = evaluate(graph, [ref for ref in wanted if ref.node not in told])
         except EvaluationError as error:
-            name = next((name for name, label in labels.items() if label == error.node), "")
-            raise self._explained(name, error.why) from error
+            raise self._explained(error.node, error.why) from error
         return {ref: told[ref.node][ref.output] if ref.node in told else known[ref] for ref in wanted}
 
     def _explained(self, name: str, why: str) -> PassError:
@@ -205,20 +191,6 @@ class _Folding:
         """Returns a constant that replaces a node; it waits for nothing."""
         node = make_node(name, "Const", device=original.device)
         make_constant(node, value)
-        for key, attr in original.attr.items():
-            if key.startswith(OWN_ATTRS):
-                node.attr[key].CopyFrom(attr)
+        for key, attr in own_attrs(original).items():
+            node.attr[key].CopyFrom(attr)
         return node
-
-
-def _evaluated(graph: GraphDef, wanted: tuple[Ref, ...]) -> tuple[np.ndarray, ...]:
-    serialized = graph.SerializeToString(deterministic=True)
-    evaluated = _evaluated_once if len(serialized) <= _SMALL else _evaluated_once.__wrapped__
-    return evaluated(serialized, wanted)
-
-
-@functools.lru_cache(maxsize=64)
-def _evaluated_once(graph: bytes, wanted: tuple[Ref, ...]) -> tuple[np.ndarray, ...]:
-    """Returns the values of tensors of a serialized graph: stages of equal layers differ in names only."""
-    values = evaluate(GraphDef.FromString(graph), wanted)
-    return tuple(values[ref] for ref in wanted)

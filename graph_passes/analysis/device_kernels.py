@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from tensorflow.core.framework import types_pb2
 
+from graph_passes.ir.call_order import CallOrder
 from graph_passes.ir.collectives import HINT_ATTR, NCCL, SUM_OP
 from graph_passes.ir.graph import (
     COMPILED_ATTR,
@@ -21,12 +22,12 @@ from graph_passes.ir.graph import (
     Graph,
     GraphDef,
     NodeDef,
-    control_inputs,
     data_inputs,
     dtype_attr,
     dtype_name,
     function_names,
     make_node,
+    text_attr,
 )
 from graph_passes.ir.kernels import CPU, GPU, ON_HOST, PASSED, inputs_on_host, kernel_of, outputs_on_host
 from graph_passes.ir.tensorflow_bridge import (
@@ -203,7 +204,7 @@ class _Walk:
 
 
 def _part(node: NodeDef, others: str = _REST) -> str:
-    return node.attr[PHASE_ATTR].s.decode() if PHASE_ATTR in node.attr else others
+    return text_attr(node, PHASE_ATTR, others)
 
 
 def label(node: NodeDef) -> str:
@@ -213,25 +214,19 @@ def label(node: NodeDef) -> str:
 
 
 def _by_nccl(node: NodeDef) -> bool:
-    return node.op == SUM_OP and HINT_ATTR in node.attr and node.attr[HINT_ATTR].s.decode() == NCCL
+    return node.op == SUM_OP and text_attr(node, HINT_ATTR) == NCCL
 
 
 def _unordered(graph: GraphDef) -> Iterator[tuple[str, NodeDef, NodeDef]]:
     """Returns neighbours among the collective operations by NCCL of each GPU, and calls with some, without an order."""
     view = Graph(graph)
     summing = {f.signature.name for f in graph.library.function if any(map(_by_nccl, f.node_def))}
-    before: dict[str, int] = {}  # node -> the collectives before it, as a set of bits
-    bits: dict[str, int] = {}
+    nodes = [node for node in view if on_gpu(node.device)]
+    order = CallOrder(view, {n.name for n in nodes if _by_nccl(n) or not summing.isdisjoint(function_names(n))})
     queues: dict[str, list[str]] = collections.defaultdict(list)
-    for name in view.topological():
-        node = view.nodes[name]
-        before[name] = 0
-        for producer in itertools.chain((ref.node for ref in view.inputs(name)), control_inputs(node)):
-            before[name] |= before[producer] | bits.get(producer, 0)
-        if on_gpu(node.device) and (_by_nccl(node) or not summing.isdisjoint(function_names(node))):
-            bits[name] = 1 << len(bits)
-            queues[node.device].append(name)
+    for name in order.calls:
+        queues[view.nodes[name].device].append(name)
     for device, queue in queues.items():
         for first, second in itertools.pairwise(queue):
-            if not before[second] & bits[first]:
+            if not order.is_before(first, second):
                 yield device, view.nodes[first], view.nodes[second]

@@ -35,13 +35,13 @@ from graph_passes.analysis.operator_traits import (
     UNIQUE,
     draws,
 )
-from graph_passes.analysis.sample_interpreter import Interpreter, grows_once, in_order
+from graph_passes.analysis.sample_interpreter import Interpreter, grows_once
 from graph_passes.analysis.sample_rules import RULES
 from graph_passes.analysis.shape_values import strided
 from graph_passes.analysis.slice_shapes import SAMPLES, input_shapes, part_before
 from graph_passes.errors import PassError
 from graph_passes.ir.call_order import CALLS
-from graph_passes.ir.graph import Graph, GraphDef, NodeDef, Ref, data_inputs
+from graph_passes.ir.graph import Graph, GraphDef, NodeDef, Ref, data_inputs, in_order
 from graph_passes.ir.program import Boundary, Program, Stage, Value, ValueKind
 from graph_passes.ir.spreads import Coupling, Spread
 from graph_passes.ir.tensorflow_bridge import (

@@ -14,7 +14,7 @@ from graph_passes.analysis.operator_traits import ASKING, ELEMENTWISE, draws_num
 from graph_passes.analysis.sample_lengths import with_lengths
 from graph_passes.analysis.shape_values import ShapeValues
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import COUNTABLE_DTYPES, Graph, GraphDef, NodeDef, Ref
+from graph_passes.ir.graph import COUNTABLE_DTYPES, Graph, NodeDef, Ref, in_order
 from graph_passes.ir.spreads import CONSTANT, Coupling, Spread, all_shared, common_outer, degree_of
 from graph_passes.ir.tensorflow_bridge import Shape, function_graph, is_stateful, output_dtypes
 
@@ -500,11 +500,3 @@ def grows_once(shapes: Sequence[Shape | None], sizes: tuple[int, int]) -> bool:
     few, many = shapes
     axes = _differing(few, many)
     return len(axes) == 1 and axes == _growing(few, many, sizes)
-
-
-def in_order(graph: GraphDef) -> Graph:
-    """Returns a function's body, producers first."""
-    view = Graph(graph)
-    ordered = GraphDef(versions=graph.versions, library=graph.library)
-    ordered.node.extend(view.nodes[name] for name in view.topological())
-    return Graph(ordered)

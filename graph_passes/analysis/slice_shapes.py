@@ -31,7 +31,7 @@ from graph_passes.ir.graph import (
     Names,
     NodeDef,
     Ref,
-    copied_node,
+    copied,
     dtype_attr,
     make_const,
     make_node,
@@ -334,7 +334,7 @@ def _write_shape(
         return builder.add(f"{node.name}/{part}", op, inputs, **int32, **attrs)
 
     def own() -> Ref:
-        copy = copied_node(node)
+        copy = copied(node)
         copy.name = builder.names.fresh(f"{node.name}/own")
         with builder.marked(position):
             return builder.append(copy)

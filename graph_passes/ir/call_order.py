@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple, TypeAlias
 
-from graph_passes.ir.graph import Graph, control_inputs
+from graph_passes.ir.graph import Graph
 from graph_passes.ir.resource_use import ResourceUse, Use
 
 CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
@@ -41,24 +40,29 @@ class CallOrder:
 
     Args:
         view: the top level.
+        calls: the nodes that count as calls; all calls by default.
 
     Raises:
         PassError: it has a cycle.
     """
 
-    def __init__(self, view: Graph) -> None:
+    def __init__(self, view: Graph, calls: Collection[str] | None = None) -> None:
         self._view = view
         self.topological = view.topological()
         self._bit: dict[str, int] = {}
         self._before: dict[str, int] = {}  # node -> the calls before it, as a set of bits
         for name in self.topological:
-            node = view.nodes[name]
             mask = 0
-            for producer in itertools.chain((ref.node for ref in view.inputs(name)), control_inputs(node)):
+            for producer in view.sources(name):
                 mask |= self._before[producer] | self._bit.get(producer, 0)
             self._before[name] = mask
-            if node.op in CALLS:
+            if view.nodes[name].op in CALLS if calls is None else name in calls:
                 self._bit[name] = 1 << len(self._bit)
+
+    @property
+    def calls(self) -> list[str]:
+        """The calls, in order."""
+        return list(self._bit)
 
     def is_before(self, one: str, other: str) -> bool:
         """Returns whether call ``one`` has ended when ``other`` begins."""
@@ -74,10 +78,8 @@ class CallOrder:
     def touches(self, uses: ResourceUse) -> dict[Resource, list[Touch]]:
         """Maps each resource to the calls that use it, in order."""
         touches: dict[Resource, list[Touch]] = {}
-        for name in self.topological:
+        for name in self.calls:
             node = self._view.nodes[name]
-            if node.op not in CALLS:
-                continue
             by_resource: dict[str, list[Use]] = {}
             for use in uses.of_function(node.attr["f"].func.name):
                 by_resource.setdefault(use.resource, []).append(use)

@@ -101,7 +101,7 @@ class _Shapes:
 
     def slice(self, boundary: Boundary, task: Task) -> Shape:
         """Returns the shape of a task's slice."""
-        return boundary.slice_shape(self._layout.slice(task.stage, task.micro_batch, task.replica).size)
+        return boundary.slice_shape(self._layout.samples(task).size)
 
     def of(self, ref: Ref) -> Shape | None:
         """Returns the shape of a tensor; None where it isn't known."""

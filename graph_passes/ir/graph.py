@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+from google.protobuf.message import Message
 from tensorflow.core.framework import (
     attr_value_pb2,
     function_pb2,
@@ -27,6 +28,7 @@ from graph_passes.errors import PassError
 GraphDef: TypeAlias = graph_pb2.GraphDef
 NodeDef: TypeAlias = node_def_pb2.NodeDef
 AttrValue: TypeAlias = attr_value_pb2.AttrValue
+_Message = TypeVar("_Message", bound=Message)
 
 # Attributes that carry roles, so that a dumped GraphDef explains itself in any viewer.
 OWN_ATTRS = "_dapple_"
@@ -54,17 +56,10 @@ REDUCTION_ATTR = "_dapple_reduction"
 """The number of the all-reduce that a node is a part of."""
 
 
-def copied(graph: GraphDef) -> GraphDef:
-    """Returns a copy of a graph, to be changed."""
-    copy = GraphDef()
-    copy.CopyFrom(graph)
-    return copy
-
-
-def copied_node(node: NodeDef) -> NodeDef:
-    """Returns a copy of a node, to be changed."""
-    copy = NodeDef()
-    copy.CopyFrom(node)
+def copied(message: _Message) -> _Message:
+    """Returns a copy of a graph, a node or a function, to be changed."""
+    copy = type(message)()
+    copy.CopyFrom(message)
     return copy
 
 
@@ -148,6 +143,28 @@ def control_inputs(node: NodeDef) -> list[str]:
     return [text[1:] for text in node.input if text.startswith("^")]
 
 
+def own_attrs(node: NodeDef) -> dict[str, AttrValue]:
+    """Returns the attributes of a node that carry its roles."""
+    return {key: value for key, value in node.attr.items() if key.startswith(OWN_ATTRS)}
+
+
+def text_attr(node: NodeDef, name: str, default: str = "") -> str:
+    """Returns an attribute that is a text."""
+    return node.attr[name].s.decode() if name in node.attr else default
+
+
+def computation(node: NodeDef, inputs: Hashable, kept: Container[str] = ()) -> Hashable:
+    """Returns what all nodes have in common that compute the same: operator, inputs and attributes.
+
+    Args:
+        node: the node.
+        inputs: what it reads and waits for.
+        kept: the attributes that count although they only say what a node is for.
+    """
+    keys = [key for key in sorted(node.attr) if key in kept or not key.startswith(OWN_ATTRS)]
+    return node.op, inputs, tuple((key, node.attr[key].SerializeToString(deterministic=True)) for key in keys)
+
+
 def set_inputs(node: NodeDef, refs: Iterable[Ref], waits: Iterable[str] = ()) -> None:
     """Replaces the tensors that a node reads, and the nodes that it waits for."""
     node.input[:] = [*map(str, refs), *(f"^{waited}" for waited in dict.fromkeys(waits))]
@@ -155,7 +172,7 @@ def set_inputs(node: NodeDef, refs: Iterable[Ref], waits: Iterable[str] = ()) ->
 
 def layer_or_node(node: NodeDef) -> str:
     """Returns the layer that made a node, for messages; the node itself if it is none's."""
-    layer = node.attr[LAYER_ATTR].s.decode() if LAYER_ATTR in node.attr else ""
+    layer = text_attr(node, LAYER_ATTR)
     return f"layer {layer!r}" if layer else f"node {node.name!r}"
 
 
@@ -185,6 +202,10 @@ class Graph:
         """Returns the tensors that node ``name`` reads."""
         return self._inputs[name]
 
+    def sources(self, name: str) -> list[str]:
+        """Returns the names of the nodes that node ``name`` reads or waits for."""
+        return [*(ref.node for ref in self._inputs[name]), *control_inputs(self.nodes[name])]
+
     def consumers(self, name: str) -> list[str]:
         """Returns the names of the nodes that read any output of node ``name``, each once, in graph order."""
         if self._consumers is None:
@@ -212,6 +233,19 @@ class Graph:
                 pending += control_inputs(self.nodes[name])
         return needed
 
+    def dependents(self, names: Iterable[str], through: Callable[[NodeDef], bool] = lambda node: True) -> set[str]:
+        """Returns nodes and all that read them, at first or second hand, in a graph with producers first.
+
+        Args:
+            names: the nodes.
+            through: whether a node counts, and with it those that read it.
+        """
+        dependents = set(names)
+        for name, node in self.nodes.items():
+            if any(ref.node in dependents for ref in self._inputs[name]) and through(node):
+                dependents.add(name)
+        return dependents
+
     def ordered(self, names: Iterable[str]) -> list[str]:
         """Sorts ``names`` in the order of the graph, which is topological for a traced one."""
         return sorted(names, key=self.position.__getitem__)
@@ -224,8 +258,8 @@ class Graph:
         """
         pending = {name: 0 for name in self.nodes}
         followers: dict[str, list[str]] = {name: [] for name in self.nodes}
-        for name, node in self.nodes.items():
-            for producer in {ref.node for ref in self._inputs[name]} | set(control_inputs(node)):
+        for name in self.nodes:
+            for producer in set(self.sources(name)):
                 pending[name] += 1
                 followers[producer].append(name)
         ready = [name for name, count in pending.items() if count == 0]
@@ -247,9 +281,15 @@ class Graph:
         name = min(stuck)
         while name not in path:
             path.append(name)
-            producers = [ref.node for ref in self._inputs[name]] + control_inputs(self.nodes[name])
-            name = next(producer for producer in producers if producer in stuck)
+            name = next(producer for producer in self.sources(name) if producer in stuck)
         return [*path[path.index(name) :], name]
+
+
+def in_order(graph: GraphDef) -> Graph:
+    """Returns a view of a copy of a graph, producers first."""
+    view = Graph(graph)
+    nodes = [view.nodes[name] for name in view.topological()]
+    return Graph(GraphDef(node=nodes, versions=graph.versions, library=graph.library))
 
 
 class Names:
@@ -517,28 +557,16 @@ def reroute(graph: GraphDef, tensors: Mapping[Ref, Ref]) -> None:
         graph: the graph that changes.
         tensors: old tensor -> new one.
     """
-    inputs = {node.name: data_inputs(node) for node in graph.node}
-    made_by = {old: _between(inputs, old, new) for old, new in tensors.items()}
+    view = Graph(graph)
+    made_by = {old: view.ancestors([new], [old], control=False) for old, new in tensors.items()}
     ends = {ref.node for ref in tensors.values()}
     for node in graph.node:
-        if node.name not in ends and not tensors.keys().isdisjoint(inputs[node.name]):
+        if node.name not in ends and not tensors.keys().isdisjoint(view.inputs(node.name)):
             for index, text in enumerate(node.input):
                 if not text.startswith("^"):
                     ref = Ref.parse(text)
                     if ref in tensors and node.name not in made_by[ref]:
                         node.input[index] = str(tensors[ref])
-
-
-def _between(inputs: Mapping[str, Sequence[Ref]], old: Ref, new: Ref) -> set[str]:
-    """Returns the nodes that compute a tensor from another one, and all that they read besides it."""
-    passed: set[str] = set()
-    pending = [new.node]
-    while pending:
-        name = pending.pop()
-        if name not in passed:
-            passed.add(name)
-            pending += [ref.node for ref in inputs.get(name, ()) if ref != old]
-    return passed
 
 
 def dtype_name(dtype: int) -> str:

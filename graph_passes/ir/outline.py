@@ -18,11 +18,13 @@ from graph_passes.ir.graph import (
     NodeDef,
     Ref,
     control_inputs,
+    copied,
     data_inputs,
     dtype_attr,
     dtypes_attr,
     function_attr,
     make_node,
+    text_attr,
 )
 from graph_passes.ir.tensorflow_bridge import function_body_name, is_stateful, output_dtypes
 
@@ -156,8 +158,7 @@ def compiled(function: FunctionDef) -> tuple[FunctionDef, FunctionDef]:
     Returns:
         The function, and the compiled one that it calls.
     """
-    inner = FunctionDef()
-    inner.CopyFrom(function)
+    inner = copied(function)
     inner.signature.name = f"{function.signature.name}_compiled"
     inner.attr[COMPILED_ATTR].b = True
     del inner.node_def[:]
@@ -195,5 +196,4 @@ def placeholder(name: str, dtype: int) -> NodeDef:
 
 def layer_of(graph: Graph, ref: Ref) -> str:
     """Returns the path of the layer that made a tensor, for messages."""
-    node = graph.nodes[ref.node]
-    return node.attr[LAYER_ATTR].s.decode() if LAYER_ATTR in node.attr else "(no layer)"
+    return text_attr(graph.nodes[ref.node], LAYER_ATTR, "(no layer)")

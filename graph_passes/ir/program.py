@@ -544,13 +544,13 @@ class Layout:
         """Whether some stage has several slices of the batch."""
         return any(len(self.slices_with_samples(stage)) > 1 for stage in range(len(self.devices)))
 
-    def slice(self, stage: int, micro_batch: int, replica: int) -> Interval:
-        """Returns the samples of one replica."""
-        return self.slices(stage, micro_batch)[replica]
+    def samples(self, task: Task) -> Interval:
+        """Returns the samples that a task works on."""
+        return self.slices(task.stage, task.micro_batch)[task.replica]
 
     def active(self, stage: int, micro_batch: int, replica: int) -> bool:
         """Returns whether the replica has any sample of this micro-batch."""
-        return self.slice(stage, micro_batch, replica).size > 0
+        return self.slices(stage, micro_batch)[replica].size > 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from tensorflow.core.framework import attr_value_pb2
 
-from graph_passes.ir.graph import GraphDef, NodeDef, renamed_in_body
+from graph_passes.ir.graph import GraphDef, NodeDef, copied, renamed_in_body
 from graph_passes.ir.outline import FunctionDef
 from graph_passes.ir.tensorflow_bridge import is_stateful, takes_functions
 from graph_passes.ir.tensorflow_private import op_def_registry
@@ -103,8 +103,7 @@ def _callees_first(functions: dict[str, FunctionDef]) -> list[str]:
 
 def _digest(function: FunctionDef) -> bytes:
     """Returns a digest of a function without its name and its nodes' names."""
-    twin = FunctionDef()
-    twin.CopyFrom(function)
+    twin = copied(function)
     twin.signature.name = ""
     names = {node.name: str(number) for number, node in enumerate(twin.node_def)}  # No argument is called so.
     for node in twin.node_def:

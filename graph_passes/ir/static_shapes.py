@@ -13,7 +13,7 @@ from graph_passes.ir.graph import (
     GraphDef,
     NodeDef,
     Ref,
-    copied_node,
+    copied,
     layer_or_node,
     make_const,
     renamed_input,
@@ -75,7 +75,7 @@ class ShapesOf:
         constants = {ref.node: value for ref, value in values.items()}
         assumed = [name for name in {**placeholders, **constants} if name in self._number]
         changed = {name: self._anonymous.node[self._number[name]] for name in assumed}
-        originals = {name: copied_node(node) for name, node in changed.items()}
+        originals = {name: copied(node) for name, node in changed.items()}
         for name, node in changed.items():
             if name in constants:
                 node.CopyFrom(make_const(node.name, constants[name], types_pb2.DT_INT32))

@@ -266,8 +266,8 @@ def _verify_meetings(program: Program, graph: Graph) -> None:
     first = {node.name: nodes[0].name for nodes in meetings.values() for node in nodes}
     waits: dict[str, set[str]] = {}
     for node in graph:
-        before = {ref.node for ref in graph.inputs(node.name)} | set(control_inputs(node))
-        waits.setdefault(first.get(node.name, node.name), set()).update(first.get(name, name) for name in before)
+        before = (first.get(name, name) for name in graph.sources(node.name))
+        waits.setdefault(first.get(node.name, node.name), set()).update(before)
     try:
         graphlib.TopologicalSorter(waits).prepare()
     except graphlib.CycleError as error:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.ir.graph import FLOAT_DTYPES, Builder, Graph, GraphDef, Ref, copied, dtype_attr, substitute
+from graph_passes.ir.graph import FLOAT_DTYPES, Builder, Ref, copied, dtype_attr, in_order, substitute
 from graph_passes.ir.group_update import Captured
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.outline import FunctionDef, compiled, outline
@@ -280,7 +280,7 @@ class Application:
             if resource.node not in bound:
                 bound[resource.node] = handle(builder, variable.storage_name, variable.dtype, variable.storage_shape)
         substitute(graph, bound)
-        function = outline(self._step.prefix + name, _sorted(graph), list(inputs), list(outputs), effects=effects)
+        function = outline(self._step.prefix + name, in_order(graph), list(inputs), list(outputs), effects=effects)
         for own in captured.graph.library.function:
             self._builder.define(own)
         if jit_compile:
@@ -292,11 +292,3 @@ class Application:
 def _everywhere(tensor: Ref, device: str) -> Ref:
     """Returns the same tensor for every device."""
     return tensor
-
-
-def _sorted(graph: GraphDef) -> Graph:
-    """Sorts a graph, producers first: nodes that were added after their readers move up."""
-    view = Graph(graph)
-    order = view.topological()
-    ordered = GraphDef(node=[view.nodes[name] for name in order], versions=graph.versions, library=graph.library)
-    return Graph(ordered)

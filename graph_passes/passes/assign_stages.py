@@ -29,7 +29,7 @@ from graph_passes.analysis.slice_shapes import (
 )
 from graph_passes.errors import PassError
 from graph_passes.ir.connections import check_rows
-from graph_passes.ir.graph import COUNTABLE_DTYPES, POSITION_ATTR, STAGE_ATTR, Graph, Ref, copied, dtype_name
+from graph_passes.ir.graph import COUNTABLE_DTYPES, POSITION_ATTR, STAGE_ATTR, Graph, NodeDef, Ref, copied, dtype_name
 from graph_passes.ir.outline import dtype_of, layer_of
 from graph_passes.ir.program import Boundary, Fact, LayerCall, Layout, Program, Roles, Stage, Variable, VariableKind
 from graph_passes.ir.spreads import Spread
@@ -415,22 +415,19 @@ def _shown(axes: Sequence[Axis]) -> str:
 
 def _differentiable(graph: Graph, roles: Roles) -> set[str]:
     """Nodes through which a gradient flows to some parameter."""
-    differentiable = {v.value.node for v in roles.variables if v.value is not None and v.kind is VariableKind.PARAMETER}
-    for node in graph:
+    parameters = {v.value.node for v in roles.variables if v.value is not None and v.kind is VariableKind.PARAMETER}
+
+    def carries(node: NodeDef) -> bool:
         # A loop's tensor lists are variants, and carry gradients as floats do.
-        carries = _CARRIES_GRADIENTS.intersection(output_dtypes(node)) and node.op not in _NOT_DIFFERENTIABLE
-        if carries and any(ref.node in differentiable for ref in graph.inputs(node.name)):
-            differentiable.add(node.name)
-    return differentiable
+        return node.op not in _NOT_DIFFERENTIABLE and not _CARRIES_GRADIENTS.isdisjoint(output_dtypes(node))
+
+    return graph.dependents(parameters, carries)
 
 
 def _differs_between_slices(graph: Graph, roles: Roles) -> set[str]:
     """Nodes whose values follow from a slice's samples, size or number, or are drawn anew for each slice."""
-    differs = {ref.node for ref in (*roles.inputs, *roles.scalars)}
-    for node in graph:
-        if draws_anew(node) or any(ref.node in differs for ref in graph.inputs(node.name)):
-            differs.add(node.name)
-    return differs
+    drawn = {node.name for node in graph if draws_anew(node)}
+    return graph.dependents(drawn | {ref.node for ref in (*roles.inputs, *roles.scalars)})
 
 
 def _readers(graph: Graph, roles: Roles, stage_of: Mapping[str, int], last: int) -> dict[str, set[int]]:
@@ -539,10 +536,7 @@ def _groups(
     Nodes that a layer has made for a metric stay in the layer's stage, until the batch axis is gone.
     """
     running = {v.value.node: v.metric or v.name for v in metrics if v.value is not None}
-    after = set(running)  # what depends on a metric's value
-    for name in graph.ordered(own):
-        if any(ref.node in after for ref in graph.inputs(name)):
-            after.add(name)
+    after = graph.dependents(running, lambda node: node.name in own)  # what depends on a metric's value
     groups: dict[str, set[str]] = {}
     for variable in metrics:
         assert variable.update is not None

@@ -14,15 +14,17 @@ from graph_passes.ir.graph import (
     COLOCATION,
     COMPILED_ATTR,
     MICRO_BATCH_ATTR,
-    OWN_ATTRS,
     STAGE_ATTR,
     Graph,
     GraphDef,
     Names,
     NodeDef,
     Ref,
+    attr,
     control_inputs,
+    own_attrs,
     set_inputs,
+    text_attr,
 )
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.outline import FunctionDef
@@ -200,12 +202,7 @@ class _Flattening:
     def _given(self, call: str) -> NodeDef:
         """Returns the device and attributes that a body's nodes get from their call."""
         node = self.view.nodes[call]
-        given = NodeDef(device=node.device)
-        for key, value in node.attr.items():
-            if key.startswith(OWN_ATTRS):
-                given.attr[key].CopyFrom(value)
-        given.attr[CALL_ATTR].s = call.encode()
-        return given
+        return NodeDef(device=node.device, attr={**own_attrs(node), CALL_ATTR: attr(call)})
 
     def _bracket(self, call: str, given: NodeDef) -> None:
         """Adds the nodes before and after a body."""
@@ -227,8 +224,7 @@ class _Flattening:
             self.nodes[name].input.append(f"^{self.entry[call]}")
 
     def _call_of(self, name: str) -> str:
-        attrs = self.nodes[name].attr
-        return attrs[CALL_ATTR].s.decode() if CALL_ATTR in attrs else ""
+        return text_attr(self.nodes[name], CALL_ATTR)
 
     # ---- order
 

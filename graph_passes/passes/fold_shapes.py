@@ -29,7 +29,6 @@ from graph_passes.ir.graph import (
     Ref,
     control_inputs,
     copied,
-    copied_node,
     data_inputs,
     dtype_attr,
     make_node,
@@ -209,7 +208,7 @@ class _Loop:
         if pushed is None:
             return
         if maker.node(pushed).op == "Const":
-            value = copied_node(maker.node(pushed))
+            value = copied(maker.node(pushed))
             value.name = names.fresh(f"{pop.name}/value")
             set_inputs(value, ())
             self._body.node.append(value)

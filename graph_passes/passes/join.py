@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 from graph_passes.errors import PassError
@@ -89,21 +89,12 @@ class Join:
 
 def _inside(graph: Graph) -> set[str]:
     """Returns the operators that were in calls, and the nodes between them."""
-    called = {node.name for node in graph if CALL_ATTR in node.attr}
-    after, before = set(called), set(called)
-    order = graph.topological()
-    for name in order:
-        if any(source in after for source in _sources(graph, name)):
+    called = [node.name for node in graph if CALL_ATTR in node.attr]
+    after = set(called)
+    for name in graph.topological():
+        if not after.isdisjoint(graph.sources(name)):
             after.add(name)
-    for name in reversed(order):
-        if name in before:
-            before.update(_sources(graph, name))
-    return after & before
-
-
-def _sources(graph: Graph, name: str) -> Iterator[str]:
-    yield from (ref.node for ref in graph.inputs(name))
-    yield from control_inputs(graph.nodes[name])
+    return after & graph.ancestors(map(Ref, called))
 
 
 def _joined(step: Step, moved: Mapping[Ref, Ref]) -> Step:

@@ -20,7 +20,7 @@ from graph_passes.ir.graph import (
     NodeDef,
     Ref,
     control_inputs,
-    copied_node,
+    copied,
     data_inputs,
     dtype_attr,
     dtypes_attr,
@@ -80,7 +80,7 @@ class _Placing:
         self.components = {self.step.feeds[ref].node: index for index, ref in enumerate(self.inputs)}
         self.of_batch = {node.name for node in self.graph if NodeKind.of(node) in _OF_BATCH}
         self.workers = {host: number for number, host in enumerate(dict.fromkeys(options.hosts.values()))}
-        unmoved = [copied_node(node) for node in self.graph if not self._is_moved(Ref(node.name))]
+        unmoved = [copied(node) for node in self.graph if not self._is_moved(Ref(node.name))]
         before = program.graph
         self.builder = Builder(GraphDef(node=unmoved, versions=before.versions, library=before.library))
         number = {"dtype": dtype_attr(types_pb2.DT_INT64), "shape": shape_attr([])}
@@ -146,7 +146,7 @@ class _Placing:
         if self.options.in_parts:
             return self._slice_on(host, ref)
         if (host, ref.node) not in self.copies:
-            node = copied_node(self.graph.nodes[ref.node])
+            node = copied(self.graph.nodes[ref.node])
             inputs = [self._on(host, source) if self._is_moved(source) else source for source in data_inputs(node)]
             node.name = self.builder.names.fresh(f"worker{self.workers[host]}/{ref.node}")
             node.device = host

@@ -124,9 +124,8 @@ class _Placement:
         """Checks that no operator comes before one that it needs, directly or through nodes without a place."""
         last: dict[str, str | None] = {}  # node -> the operator among those before it that comes last in the order
         for name in topological:
-            node = self.view.nodes[name]
             latest: str | None = None
-            for producer in (*(ref.node for ref in self.view.inputs(name)), *control_inputs(node)):
+            for producer in self.view.sources(name):
                 before = producer if producer in self.position else last[producer]
                 if before is not None and (latest is None or self.position[before] > self.position[latest]):
                     latest = before
@@ -236,7 +235,7 @@ class _Placement:
                 if text in devices and (copied := self.copies.get((text, node.device))) is not None:
                     node.input[index] = copied
             if name in waits:
-                known = {text.removeprefix("^").partition(":")[0] for text in original.input}
+                known = self.view.sources(name)
                 node.input.extend(f"^{waited}" for waited in waits[name] if waited not in known)
             for device in devices.get(name, ()):
                 graph.node.append(original)

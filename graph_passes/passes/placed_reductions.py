@@ -54,9 +54,8 @@ def common_order(view: Graph, ranks: Mapping[str, Any]) -> list[list[str]]:
         entry_of[name] = number
     followers: list[list[int]] = [[] for _ in entries]
     pending = [0] * len(entries)
-    for name, node in view.nodes.items():
-        own = entry_of[name]
-        for producer in {*(ref.node for ref in view.inputs(name)), *control_inputs(node)}:
+    for name, own in entry_of.items():
+        for producer in set(view.sources(name)):
             followers[entry_of[producer]].append(own)
             pending[own] += 1
     keys = [max([(1, ranks[name]) for name in names if name in ranks], default=(0, 0)) for names in entries]

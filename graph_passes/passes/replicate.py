@@ -51,8 +51,7 @@ class Replicate:
         owners: the stages that keep each variable on their devices. A stage that reads a variable without keeping it
             reads it from the first device of the first of them.
         in_shards: the parameters of which these devices keep a shard each. Each replica gathers what its stage reads of
-            them, in vectors of about ``bucket_bytes``; where a stage needs only rows (`Stage.lookups`), these alone.
-        bucket_bytes: see ``in_shards``.
+            them; where a stage needs only rows (`Stage.lookups`), these alone.
         prefix: start of the names of the step's functions.
         first_key: the first of the collective keys; steps that share workers mustn't share keys.
 
@@ -69,7 +68,6 @@ class Replicate:
     prefix: str = ""
     first_key: int = 1
     in_shards: frozenset[str] = frozenset()
-    bucket_bytes: int = 1
 
     def run(self, program: Program) -> Program:
         """Program with stage functions -> program whose graph is a step's top level, with ``step``."""
@@ -286,7 +284,7 @@ class Replication:
             return self.gathers.tensors[reader] if reader in self.gathers.tensors else self.variables[reader]
         if value.ref in self.feeds:
             return self._slices_of(value.ref, task.stage)[task.micro_batch, task.replica]
-        samples = self.layout.slice(task.stage, task.micro_batch, task.replica).size
+        samples = self.layout.samples(task).size
         scalars, peers = self.program.roles.slice, self.program.roles.peers
         if value.ref == scalars.weight:
             return self.builder.const(samples / self.layout.batch, dtype, device=device)

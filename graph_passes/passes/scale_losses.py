@@ -12,7 +12,6 @@ from graph_passes.analysis.update_flow import Part, parts_of_update
 from graph_passes.ir.graph import (
     FLOAT_DTYPES,
     LAYER_ATTR,
-    OWN_ATTRS,
     AttrValue,
     Builder,
     Graph,
@@ -22,12 +21,13 @@ from graph_passes.ir.graph import (
     Ref,
     control_inputs,
     copied,
-    copied_node,
     data_inputs,
     dtype_attr,
     make_node,
+    own_attrs,
     set_inputs,
     shape_attr,
+    text_attr,
 )
 from graph_passes.ir.outline import dtype_of
 from graph_passes.ir.program import Normalizer, Program, Roles, Variable, VariableKind
@@ -91,9 +91,8 @@ def with_whole_batches(program: Program, dependence: SampleDependence) -> Progra
                 if original not in renamed:
                     renamed[original] = names.fresh(f"{original}/of_whole_batch")
                     copies.append(_copy(view.nodes[original], renamed))
-            layer = view.nodes[ref.node].attr[LAYER_ATTR].s.decode() if LAYER_ATTR in view.nodes[ref.node].attr else ""
             result = Ref(renamed.get(ref.node, ref.node), ref.output)
-            normalizers[ref] = Normalizer(Ref(name), result, layer or ref.node)
+            normalizers[ref] = Normalizer(Ref(name), result, text_attr(view.nodes[ref.node], LAYER_ATTR) or ref.node)
         own[whole.node].input[whole.argument] = str(normalizers[ref].placeholder)
     nodes = [*placeholders, *graph.node, *copies]
     ordered = GraphDef(node=nodes, versions=graph.versions, library=graph.library)
@@ -112,10 +111,10 @@ def _computing(view: Graph, ref: Ref) -> set[str]:
 
 def _copy(node: NodeDef, renamed: Mapping[str, str]) -> NodeDef:
     """Copies a node under its new name, with its inputs under theirs; the copy belongs to no layer."""
-    copy = copied_node(node)
+    copy = copied(node)
     copy.name = renamed[node.name]
     set_inputs(copy, [ref._replace(node=renamed.get(ref.node, ref.node)) for ref in data_inputs(node)])
-    for key in [key for key in copy.attr if key.startswith(OWN_ATTRS)]:
+    for key in own_attrs(copy):
         del copy.attr[key]
     return copy
 
@@ -246,11 +245,7 @@ class _Scaling:
     @functools.cached_property
     def _coupled(self) -> set[str]:
         """Returns the nodes that couple samples, and all that depend on them."""
-        coupled = {name for name, _ in self.dependence.couplings}
-        for name in self.view.nodes:
-            if any(ref.node in coupled for ref in self.view.inputs(name)):
-                coupled.add(name)
-        return coupled
+        return self.view.dependents(name for name, _ in self.dependence.couplings)
 
     def _share(self, ref: Ref) -> Ref | None:
         """Returns a tensor whose weighted mean over slices is the whole batch's; None if none is known."""
@@ -297,7 +292,7 @@ class _Scaling:
         shares = {index: self._share(inputs[index]) for index in scaled}
         if None in shares.values():
             return None
-        copy = copied_node(node)
+        copy = copied(node)
         copy.name = self.builder.names.fresh(f"{node.name}/share")
         for index, share in shares.items():
             copy.input[index] = str(share)

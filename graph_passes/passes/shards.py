@@ -20,9 +20,10 @@ from graph_passes.ir.storage import (
     bytes_of,
     flatten,
     handle,
+    join_function,
     joined_shards,
     read,
-    read_variable,
+    read_function,
     shard_of,
     unflatten,
 )
@@ -39,23 +40,20 @@ class ParameterGathers:
 
         W/0 on 0, W/1 on 1   becomes   0: read W/0 -> gather W on 0, gather W on 1;  1: read W/1 -> the same
 
-    A device that runs one stage gathers as soon as the step begins, and one read on each owner serves all of the
-    stage's replicas. On a device that runs several, its gathers wait for their turn (`OrderTasks`), and so does what is
-    sent for them: each replica then has reads of its own.
+    Gathers wait for their turn (`OrderTasks`), and so do the reads of each replica, which are what is sent for them.
 
     Args:
         step: the step's top level.
 
     Attributes:
         tensors: (parameter, stage, replica) -> its whole value on the replica's device.
-        begins: (stage, replica) -> the nodes that wait for its turn; none if its device runs no other stage.
+        begins: (stage, replica) -> the nodes that wait for its turn.
     """
 
     def __init__(self, step: Replication) -> None:
         self.tensors: dict[tuple[str, int, int], Ref] = {}
         self.begins: dict[tuple[int, int], list[str]] = {}
         self._step, self._options, self._layout, self._builder = step, step.options, step.layout, step.builder
-        self._gathers = 0
 
     def add(self, stage: Stage, replicas: Iterable[int]) -> None:
         """Gathers the sharded parameters that a stage reads, except tables looked up before F.
@@ -72,24 +70,13 @@ class ParameterGathers:
         for stages, whole in groups.items():
             devices = tuple(dict.fromkeys(device for own in stages for device in self._layout.devices[own]))
             in_shards = [dataclasses.replace(variable, shards=len(devices)) for variable in whole]
-            packed = buckets(sorted(in_shards, key=lambda variable: variable.dtype), self._options.bucket_bytes)
             label = f"stage{stage.index}_of{'_'.join(map(str, stages))}"
             name = f"{self._options.prefix}{label}_gather"
-            reading = _reading(f"{name}_read", packed)
-            joining = [_joining(f"{name}{index}", bucket) for index, bucket in enumerate(packed)]
-            together: list[str] = []
+            reading, joining = read_function(f"{name}_read", in_shards), join_function(name, in_shards)
             for replica in replicas:
-                if self._takes_turns(stage.index, replica):
-                    reads = self._read(reading, stages, devices, f"{label}/replica{replica}")
-                    self.begins.setdefault((stage.index, replica), []).extend(reads)
-                else:
-                    reads = together = together or self._read(reading, stages, devices, label)
-                self._join(stage.index, replica, packed, joining, reads)
-
-    def _takes_turns(self, stage: int, replica: int) -> bool:
-        """Whether the device of a replica runs other stages, too."""
-        device = self._layout.devices[stage][replica]
-        return sum(device in devices for devices in self._layout.devices) > 1
+                reads = self._read(reading, stages, devices, f"{label}/replica{replica}")
+                self.begins.setdefault((stage.index, replica), []).extend(reads)
+                self._join(stage.index, replica, in_shards, joining, reads)
 
     def _read(self, function: FunctionDef, stages: tuple[int, ...], devices: Sequence[str], label: str) -> list[str]:
         """Reads all shards, on each device its own; returns the nodes."""
@@ -102,26 +89,19 @@ class ParameterGathers:
         return nodes
 
     def _join(
-        self,
-        stage: int,
-        replica: int,
-        packed: Sequence[Sequence[Variable]],
-        functions: Sequence[FunctionDef],
-        reads: Sequence[str],
+        self, stage: int, replica: int, variables: Sequence[Variable], function: FunctionDef, reads: Sequence[str]
     ) -> None:
-        """Joins all shards on the device of a replica, bucket by bucket."""
-        device = self._layout.devices[stage][replica]
-        for index, (bucket, function) in enumerate(zip(packed, functions, strict=True)):
-            self._gathers += 1
-            attrs = {
-                **NodeKind.ALL_GATHER.marks(stage, replica),
-                REDUCTION_ATTR: -self._gathers,  # Numbers of reductions are above 0.
-                BYTES_ATTR: bytes_of(bucket),
-            }
-            name, vectors = f"stage{stage}/replica{replica}/gather", [Ref(node, index) for node in reads]
-            node = add_call(self._builder, name, function, vectors, device=device, attrs=attrs).node
-            for position, variable in enumerate(bucket):
-                self.tensors[variable.name, stage, replica] = Ref(node, position)
+        """Joins all shards on the device of a replica."""
+        attrs = {
+            **NodeKind.ALL_GATHER.marks(stage, replica),
+            REDUCTION_ATTR: -1 - len(self.tensors),  # Numbers of reductions are above 0.
+            BYTES_ATTR: bytes_of(variables),
+        }
+        name, device = f"stage{stage}/replica{replica}/gather", self._layout.devices[stage][replica]
+        shards = [Ref(node, index) for index in range(len(variables)) for node in reads]
+        node = add_call(self._builder, name, function, shards, device=device, attrs=attrs).node
+        for index, variable in enumerate(variables):
+            self.tensors[variable.name, stage, replica] = Ref(node, index)
 
 
 def take_shards(builder: Builder, captured: Captured, number: Ref, stored: Container[str]) -> dict[str, Ref]:
@@ -177,8 +157,9 @@ def updated_shards(
             own = shards[variable.name]
             place = handle(builder, own.storage_name, own.dtype, own.storage_shape)
             kind = dtype_attr(own.dtype)
-            parts.append(builder.add("updated", "ReadVariableOp", [place], control=effects, dtype=kind))
-        vectors.append(_packed_shards(builder, parts, bucket[0].dtype))
+            part = builder.add("updated", "ReadVariableOp", [place], control=effects, dtype=kind)
+            parts.append(flatten(builder, part, own.dtype))
+        vectors.append(builder.concat("bucket", parts, bucket[0].dtype, 0))
     return vectors
 
 
@@ -230,49 +211,13 @@ def _gather_function(name: str, bucket: Sequence[Variable]) -> FunctionDef:
     It removes the device's own shards, which only the update needed.
     """
     builder = Builder(empty_graph())
-    dtype, vectors = bucket[0].dtype, _vector_arguments(builder, bucket)
+    dtype, shapes = bucket[0].dtype, [variable.storage_shape for variable in bucket]
+    vectors = [builder.argument("vector", dtype) for _ in range(bucket[0].shards)]
+    columns = [unflatten(builder, vector, dtype, shapes) for vector in vectors]
     effects = []
-    for variable, value in zip(bucket, _joined_buckets(builder, vectors, bucket), strict=True):
+    for variable, shards in zip(bucket, zip(*columns, strict=True), strict=True):
+        value = joined_shards(builder, shards, variable)
         effects.append(assign(builder, variable.name, value, dtype, variable.shape))
         own = handle(builder, shard_storage(variable.name), dtype, variable.storage_shape)
         effects.append(builder.add("remove", "DestroyResourceOp", [own], ignore_lookup_error=True).node)
     return outline(name, Graph(builder.graph), vectors, [], effects=effects)
-
-
-def _packed_shards(builder: Builder, shards: Sequence[Ref], dtype: int) -> Ref:
-    """Returns a device's shards of a bucket of variables as one vector."""
-    return builder.concat("bucket", [flatten(builder, shard, dtype) for shard in shards], dtype, 0)
-
-
-def _joined_buckets(builder: Builder, vectors: Sequence[Ref], bucket: Sequence[Variable]) -> list[Ref]:
-    """Returns the whole values of a bucket of variables from all devices' `_packed_shards`, in order."""
-    shapes = [variable.storage_shape for variable in bucket]
-    columns = [unflatten(builder, vector, bucket[0].dtype, shapes) for vector in vectors]
-    return [
-        joined_shards(builder, shards, variable)
-        for variable, shards in zip(bucket, zip(*columns, strict=True), strict=True)
-    ]
-
-
-def _vector_arguments(builder: Builder, bucket: Sequence[Variable]) -> list[Ref]:
-    """Returns arguments of a function for all devices' `_packed_shards`."""
-    dtype = bucket[0].dtype
-    return [builder.argument("vector", dtype) for _ in range(bucket[0].shards)]
-
-
-def _reading(name: str, packed: Sequence[Sequence[Variable]]) -> FunctionDef:
-    """Returns the function () -> a device's shards, a vector for each bucket."""
-    builder = Builder(empty_graph())
-    vectors = []
-    for bucket in packed:
-        shards = [read_variable(builder, v) for v in bucket]
-        vectors.append(_packed_shards(builder, shards, bucket[0].dtype))
-    return outline(name, Graph(builder.graph), [], vectors)
-
-
-def _joining(name: str, bucket: Sequence[Variable]) -> FunctionDef:
-    """Returns the function from the vectors of all devices' shards to whole values."""
-    builder = Builder(empty_graph())
-    vectors = _vector_arguments(builder, bucket)
-    values = _joined_buckets(builder, vectors, bucket)
-    return outline(name, Graph(builder.graph), vectors, values)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Hashable, Mapping
 from typing import ClassVar
 
-from graph_passes.ir.graph import CALL_ATTR, OWN_ATTRS, Graph, GraphDef, NodeDef, Ref, control_inputs, set_inputs
+from graph_passes.ir.graph import CALL_ATTR, Graph, GraphDef, NodeDef, Ref, computation, control_inputs, set_inputs
 from graph_passes.ir.program import Fact, Program
 from graph_passes.ir.tensorflow_bridge import Shape, is_stateful, makes_resource, output_dtypes, takes_functions
 
@@ -51,12 +51,8 @@ class ShareValues:
             if _can_be_shared(node, self.shapes):
                 inputs = tuple((instead.get(ref.node, ref.node), ref.output) for ref in view.inputs(name))
                 waits = frozenset(instead.get(waited, waited) for waited in control_inputs(node))
-                attrs = tuple(
-                    (key, node.attr[key].SerializeToString(deterministic=True))
-                    for key in sorted(node.attr)
-                    if not key.startswith(OWN_ATTRS) or (self.within_calls and key == CALL_ATTR)
-                )
-                other = first.setdefault((node.op, node.device, inputs, waits, attrs), name)
+                roles = (CALL_ATTR,) if self.within_calls else ()
+                other = first.setdefault((node.device, computation(node, (inputs, waits), roles)), name)
                 if other != name and name not in kept:
                     instead[name] = other
         shared = GraphDef(versions=graph.versions, library=graph.library)

@@ -8,9 +8,8 @@ from typing import ClassVar
 
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.ir.batching import Interval
 from graph_passes.ir.connections import check_rows
-from graph_passes.ir.graph import Builder, Ref, copied, dtype_attr, substitute
+from graph_passes.ir.graph import FLOAT_DTYPES, Builder, Ref, copied, dtype_attr, substitute
 from graph_passes.ir.node_kinds import NodeKind, task_attrs
 from graph_passes.ir.program import Boundary, Fact, Program, Step, Value, ValueKind
 from graph_passes.ir.tasks import Phase, Task, sources_of
@@ -78,21 +77,20 @@ class _Connection:
         for task, value in step.pending:
             self.readers.setdefault(value, set()).add(task.stage)
 
-    def _device(self, task: Task) -> str:
-        return self.layout.devices[task.stage][task.replica]
+    def _slices(self, stage: int, phase: Phase, micro_batch: int) -> list[Task]:
+        """Returns the tasks of a stage that have samples of a micro-batch."""
+        slices = enumerate(self.layout.slices(stage, micro_batch))
+        return [Task(stage, phase, micro_batch, replica) for replica, samples in slices if samples.size]
 
-    def _slices(self, stage: int, phase: Phase, micro_batch: int) -> list[tuple[Task, Interval]]:
-        return [
-            (Task(stage, phase, micro_batch, replica), interval)
-            for replica, interval in enumerate(self.layout.slices(stage, micro_batch))
-            if interval.size
-        ]
+    def _common(self, one: Task, other: Task) -> int:
+        """Returns the number of samples that two tasks have in common."""
+        return self.layout.samples(one).overlap(self.layout.samples(other)).size
 
-    def _receivers(self, value: Value, stage: int, phase: Phase) -> Iterator[tuple[int, list[tuple[Task, Interval]]]]:
-        """Yields the micro-batches in which slices of a stage wait for a value, and these slices."""
+    def _receivers(self, value: Value, stage: int, phase: Phase) -> Iterator[tuple[int, list[Task]]]:
+        """Yields the micro-batches in which tasks of a stage wait for a value, and these tasks."""
         for micro_batch in range(len(self.layout.micro_batch_intervals)):
-            slices = self._slices(stage, phase, micro_batch)
-            if receivers := [own for own in slices if (own[0], value) in self.step.pending]:
+            tasks = self._slices(stage, phase, micro_batch)
+            if receivers := [task for task in tasks if (task, value) in self.step.pending]:
                 yield micro_batch, receivers
 
     def sources(self, boundary: Boundary, relays: Sequence[int]) -> dict[int, int]:
@@ -109,17 +107,12 @@ class _Connection:
             source: the stage that makes the tensor, or hands it on.
             onward: whether the receiver hands it on.
         """
-        value = Value(boundary.ref)
+        value, original = Value(boundary.ref), source == boundary.producer
+        tensors = self.step.values if original else self.relayed
         for micro_batch, receivers in self._receivers(value, stage, Phase.FORWARD):
-            tensors = self.step.values if source == boundary.producer else self.relayed
-            sources = [
-                (task, interval, tensors[task, value])
-                for task, interval in self._slices(source, Phase.FORWARD, micro_batch)
-            ]
-            original = source == boundary.producer
-            for (receiver, _), tensor in zip(
-                receivers, self._move(boundary, sources, receivers, original=original), strict=True
-            ):
+            sent = {task: tensors[task, value] for task in self._slices(source, Phase.FORWARD, micro_batch)}
+            moved = self._move(boundary, sent, receivers, original=original)
+            for receiver, tensor in zip(receivers, moved, strict=True):
                 self.bound[self.step.pending[receiver, value]] = tensor
                 if onward:
                     self.relayed[receiver, value] = self._relay(boundary, receiver, [tensor])
@@ -137,64 +130,51 @@ class _Connection:
             # Readers of a relay come after it, so that its sum is complete when its turn comes.
             sums: dict[Task, Ref] = {}
             for stage in sorted({*sources.values()} - {producer}, reverse=True):
-                slices = self._slices(stage, self.phases[stage], micro_batch)
-                parts = self._returned(
-                    boundary, [reader for reader in sources if sources[reader] == stage], slices, sums
-                )
-                for (task, _), terms in zip(slices, parts, strict=True):
+                relays = self._slices(stage, self.phases[stage], micro_batch)
+                readers = [reader for reader in sources if sources[reader] == stage]
+                for task, terms in zip(relays, self._returned(boundary, readers, relays, sums), strict=True):
                     if terms:
                         own = [self.step.values[task, value]] if (task, value) in self.step.values else []
                         sums[task] = self._relay(boundary, task, [*own, *terms])
             direct = [reader for reader in boundary.consumers if sources[reader] == producer]
-            for (receiver, _), terms in zip(receivers, self._returned(boundary, direct, receivers, sums), strict=True):
+            for receiver, terms in zip(receivers, self._returned(boundary, direct, receivers, sums), strict=True):
                 name = f"sum/{receiver}/{boundary.ref.node}"
                 with self.builder.marked(task_attrs(receiver, NodeKind.SUM)):
-                    total = self.builder.add_n(name, terms, boundary.dtype, device=self._device(receiver))
+                    total = self.builder.add_n(name, terms, boundary.dtype, device=self.layout.device_of(receiver))
                 self.bound[self.step.pending[receiver, value]] = total
 
     def _returned(
-        self,
-        boundary: Boundary,
-        readers: Sequence[int],
-        receivers: list[tuple[Task, Interval]],
-        sums: Mapping[Task, Ref],
+        self, boundary: Boundary, readers: Sequence[int], receivers: Sequence[Task], sums: Mapping[Task, Ref]
     ) -> list[list[Ref]]:
         """Returns the gradients that come back to each receiver, in the order of the readers that send them.
 
         Args:
             boundary: the tensor.
             readers: stages that got it from the receivers.
-            receivers: slices of one stage.
+            receivers: tasks of one stage.
             sums: what relays among the readers send: their own gradients and those that they were sent.
         """
-        value = Value(boundary.ref, ValueKind.GRADIENT)
-        micro_batch, original = receivers[0][0].micro_batch, receivers[0][0].stage == boundary.producer
+        value, original = Value(boundary.ref, ValueKind.GRADIENT), receivers[0].stage == boundary.producer
         parts: list[list[Ref]] = [[] for _ in receivers]
         for stage in readers:
-            sources = [
-                (task, interval, tensor)
-                for task, interval in self._slices(stage, self.phases[stage], micro_batch)
-                if (tensor := sums.get(task, self.step.values.get((task, value)))) is not None
-            ]
-            if not sources:
-                continue
+            tasks = self._slices(stage, self.phases[stage], receivers[0].micro_batch)
+            made = ((task, sums.get(task, self.step.values.get((task, value)))) for task in tasks)
+            sent = {task: tensor for task, tensor in made if tensor is not None}
             if boundary.batch_axis is None and not original and not boundary.whole:
-                for index, (_, interval) in enumerate(receivers):
-                    parts[index] += [
-                        tensor for _, wanted, tensor in sources if self._first(receivers, wanted) == interval
-                    ]
-                continue
-            for terms, tensor in zip(parts, self._move(boundary, sources, receivers, backward=True), strict=True):
-                terms.append(tensor)
+                for task, tensor in sent.items():
+                    parts[receivers.index(self._first(receivers, task))].append(tensor)
+            elif sent:
+                for terms, tensor in zip(parts, self._move(boundary, sent, receivers, backward=True), strict=True):
+                    terms.append(tensor)
         return parts
 
-    def _first(self, slices: Iterable[tuple[Task, Interval]], wanted: Interval) -> Interval:
-        """Returns the first of a relay's slices that has samples of another stage's slice."""
-        return next(interval for _, interval in slices if interval.overlap(wanted).size)
+    def _first(self, tasks: Iterable[Task], other: Task) -> Task:
+        """Returns the first of a stage's tasks that has samples of another stage's task."""
+        return next(task for task in tasks if self._common(task, other))
 
     def _relay(self, boundary: Boundary, task: Task, tensors: list[Ref]) -> Ref:
         """Adds the node of a relay from which other stages read: of a tensor, or of the sum of gradients."""
-        device, kind = self._device(task), dtype_attr(boundary.dtype)
+        device, kind = self.layout.device_of(task), dtype_attr(boundary.dtype)
         name = f"relay/{task}/{boundary.ref.node}"
         with self.builder.marked(task_attrs(task, NodeKind.RELAY)):
             if len(tensors) > 1:
@@ -204,8 +184,8 @@ class _Connection:
     def _move(
         self,
         boundary: Boundary,
-        sources: list[tuple[Task, Interval, Ref]],
-        receivers: list[tuple[Task, Interval]],
+        sources: Mapping[Task, Ref],
+        receivers: Sequence[Task],
         *,
         backward: bool = False,
         original: bool = True,
@@ -214,45 +194,30 @@ class _Connection:
 
         Args:
             boundary: the tensor.
-            sources: slices of it, or of its gradient.
-            receivers: the slices that are wanted.
+            sources: task -> its slice of the tensor, or of the tensor's gradient.
+            receivers: the tasks that want slices.
             backward: whether it is the gradient.
             original: whether the sources' stage makes the tensor; a relay's slices of one without a batch axis are
                 means already.
         """
         axis = boundary.batch_axis
-        if axis is None and boundary.whole:
-            tensors = {interval: tensor for _, interval, tensor in sources}
-            return [tensors[interval] for _, interval in receivers]
+        if axis is None and (boundary.whole or not (backward or original)):
+            return [sources[self._first(sources, receiver)] for receiver in receivers]
+        if axis is None and backward:
+            return self._share(boundary, list(sources.values()), receivers)
         if axis is None:
-            if backward:
-                return self._share(boundary, sources, receivers)
-            if not original:
-                tensors = {interval: tensor for _, interval, tensor in sources}
-                slices = [(task, interval) for task, interval, _ in sources]
-                return [tensors[self._first(slices, wanted)] for _, wanted in receivers]
-            means = []
-            for receiver, _ in receivers:
-                with self.builder.marked(task_attrs(receiver, NodeKind.MEAN)):
-                    means.append(self._mean(boundary, sources, receiver))
-            return means
-        received: dict[int, list[tuple[Ref, int]]] = {index: [] for index in range(len(receivers))}
-        for task, interval, tensor in sources:
-            targets = [
-                (index, overlap)
-                for index, (_, wanted) in enumerate(receivers)
-                if (overlap := interval.overlap(wanted)).size
-            ]
-            sizes = [overlap.size for _, overlap in targets]
-            for (index, overlap), part in zip(targets, self._split(boundary, axis, task, tensor, sizes), strict=True):
-                received[index].append((part, overlap.size))
-        return [
-            self._concat(boundary, axis, receiver, received[index]) for index, (receiver, _) in enumerate(receivers)
-        ]
+            return [self._mean(boundary, sources, receiver) for receiver in receivers]
+        received: dict[Task, list[tuple[Ref, int]]] = {receiver: [] for receiver in receivers}
+        for task, tensor in sources.items():
+            sizes = {receiver: size for receiver in receivers if (size := self._common(task, receiver))}
+            parts = self._split(boundary, axis, task, tensor, list(sizes.values()))
+            for (receiver, size), part in zip(sizes.items(), parts, strict=True):
+                received[receiver].append((part, size))
+        return [self._concat(boundary, axis, receiver, parts) for receiver, parts in received.items()]
 
     def _concat(self, boundary: Boundary, axis: int, receiver: Task, parts: list[tuple[Ref, int]]) -> Ref:
         """Joins (tensor, its samples) along the batch axis."""
-        name, device = f"concat/{receiver}/{boundary.ref.node}", self._device(receiver)
+        name, device = f"concat/{receiver}/{boundary.ref.node}", self.layout.device_of(receiver)
         tensors = [tensor for tensor, _ in parts]
         if len(parts) > 1 and boundary.outer != 1:
             pieces = [
@@ -264,7 +229,7 @@ class _Connection:
             return self.builder.concat(name, tensors, boundary.dtype, axis, device=device)
 
     def _split(self, boundary: Boundary, place: int, task: Task, tensor: Ref, sizes: list[int]) -> list[Ref]:
-        name, device, count = f"split/{task}/{boundary.ref.node}", self._device(task), len(sizes)
+        name, device, count = f"split/{task}/{boundary.ref.node}", self.layout.device_of(task), len(sizes)
         if count == 1:
             return [tensor]
         pieces = self._pieces(name, task, boundary, place, tensor, sizes, device)
@@ -309,40 +274,33 @@ class _Connection:
         length = self.builder.add(f"{name}/length", "StridedSlice", [shape, first, last, one], device=device, **kind)
         return self.builder.add(f"{name}/rows", "FloorDiv", [length, count], device=device, T=_INT32)
 
-    def _mean(self, boundary: Boundary, sources: list[tuple[Task, Interval, Ref]], receiver: Task) -> Ref:
-        if len(sources) == 1 or boundary.dtype not in _AVERAGED:
-            return sources[0][2]
-        total = sum(interval.size for _, interval, _ in sources)
-        device, kind = self._device(receiver), dtype_attr(boundary.dtype)
-        parts = [
-            self.builder.add(
-                f"mean/{receiver}/{boundary.ref.node}",
-                "Mul",
-                [tensor, self.builder.const(interval.size / total, boundary.dtype, device=device)],
-                device=device,
-                T=kind,
-            )
-            for _, interval, tensor in sources
-        ]
-        return self.builder.add_n(f"mean/{receiver}/{boundary.ref.node}", parts, boundary.dtype, device=device)
+    def _mean(self, boundary: Boundary, sources: Mapping[Task, Ref], receiver: Task) -> Ref:
+        if len(sources) == 1 or boundary.dtype not in FLOAT_DTYPES:
+            return next(iter(sources.values()))
+        sizes = {task: self.layout.samples(task).size for task in sources}
+        device, name = self.layout.device_of(receiver), f"mean/{receiver}/{boundary.ref.node}"
+        with self.builder.marked(task_attrs(receiver, NodeKind.MEAN)):
+            parts = [
+                self._times(name, boundary, tensor, sizes[task] / sum(sizes.values()), device)
+                for task, tensor in sources.items()
+            ]
+            return self.builder.add_n(name, parts, boundary.dtype, device=device)
 
-    def _share(
-        self, boundary: Boundary, sources: list[tuple[Task, Interval, Ref]], receivers: list[tuple[Task, Interval]]
-    ) -> list[Ref]:
-        total = sum(interval.size for _, interval in receivers)
+    def _share(self, boundary: Boundary, gradients: Sequence[Ref], receivers: Sequence[Task]) -> list[Ref]:
+        sizes = {task: self.layout.samples(task).size for task in receivers}
         shares = []
-        for receiver, interval in receivers:
-            device, name = self._device(receiver), f"share/{receiver}/{boundary.ref.node}"
-            received = [tensor for _, _, tensor in sources]
+        for receiver, size in sizes.items():
+            device, name = self.layout.device_of(receiver), f"share/{receiver}/{boundary.ref.node}"
             with self.builder.marked(task_attrs(receiver, NodeKind.SHARE)):
-                gradient = self.builder.add_n(name, received, boundary.dtype, device=device)
+                share = self.builder.add_n(name, gradients, boundary.dtype, device=device)
                 if len(receivers) > 1:
-                    weight = self.builder.const(interval.size / total, boundary.dtype, device=device)
-                    kind = dtype_attr(boundary.dtype)
-                    gradient = self.builder.add(name, "Mul", [gradient, weight], device=device, T=kind)
-            shares.append(gradient)
+                    share = self._times(name, boundary, share, size / sum(sizes.values()), device)
+            shares.append(share)
         return shares
+
+    def _times(self, name: str, boundary: Boundary, tensor: Ref, factor: float, device: str) -> Ref:
+        inputs = [tensor, self.builder.const(factor, boundary.dtype, device=device)]
+        return self.builder.add(name, "Mul", inputs, device=device, T=dtype_attr(boundary.dtype))
 
 
 _INT32 = dtype_attr(types_pb2.DT_INT32)
-_AVERAGED = frozenset({types_pb2.DT_FLOAT, types_pb2.DT_DOUBLE, types_pb2.DT_HALF, types_pb2.DT_BFLOAT16})

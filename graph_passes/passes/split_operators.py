@@ -23,7 +23,6 @@ from graph_passes.errors import PassError
 from graph_passes.ir.collectives import SUM_OP
 from graph_passes.ir.graph import (
     BYTES_ATTR,
-    OWN_ATTRS,
     PHASE_ATTR,
     SPLIT_DTYPES,
     Builder,
@@ -32,12 +31,14 @@ from graph_passes.ir.graph import (
     NodeDef,
     Ref,
     control_inputs,
-    copied_node,
+    copied,
     dtype_attr,
     make_node,
+    own_attrs,
     set_inputs,
 )
 from graph_passes.ir.node_kinds import NodeKind
+from graph_passes.ir.outline import dtype_of
 from graph_passes.ir.program import Fact, Program, Step
 from graph_passes.ir.tensorflow_bridge import Shape, constant_value, make_constant, output_dtypes
 
@@ -166,7 +167,7 @@ class GraphSplitting(Splitting[Ref]):
             elif any(ref.node in self.wholes for ref in self.view.inputs(name)) or any(
                 waited in self.wholes for waited in control_inputs(node)
             ):
-                changed[name] = copied_node(node)
+                changed[name] = copied(node)
                 refs = self.view.inputs(name)
                 self._rewire(changed[name], [self.whole(ref) for ref in refs], refs)
         for ref in fetched:
@@ -217,7 +218,7 @@ class GraphSplitting(Splitting[Ref]):
         read = [ref for argument, ref in enumerate(refs) if argument not in shapes]
         parts = []
         for number in range(whole.parts):
-            part = copied_node(node)
+            part = copied(node)
             part.name = self._name(part_name(node.name, number))
             part.op = whole.rule.part_op(part.op)
             for key in ("_class", "_output_shapes"):
@@ -281,7 +282,7 @@ class GraphSplitting(Splitting[Ref]):
         parts = self.builder.split(name, tensor, dtype, sizes, cut.axis, device=device)
         if dtype in SPLIT_DTYPES:
             self._check_name(parts[0].node, name)
-        added = [copied_node(node) for node in nodes[before:]]
+        added = [copied(node) for node in nodes[before:]]
         del nodes[before:]
         for node in added:
             if node.op == "Const":
@@ -319,9 +320,8 @@ class GraphSplitting(Splitting[Ref]):
         self.behind.setdefault(operator, []).append(node)
 
     def _mark(self, node: NodeDef, original: NodeDef) -> None:
-        for key, value in original.attr.items():
-            if key.startswith(OWN_ATTRS):
-                node.attr[key].CopyFrom(value)
+        for key, value in own_attrs(original).items():
+            node.attr[key].CopyFrom(value)
 
     def _name(self, name: str) -> str:
         """Checks and returns a name that other modules compute as well."""
@@ -333,7 +333,7 @@ class GraphSplitting(Splitting[Ref]):
             raise PassError(f"there is a node {wanted!r} already; rename it, or don't split what it is named after")
 
     def _dtype(self, ref: Ref) -> int:
-        return output_dtypes(self.view.nodes[ref.node])[ref.output]
+        return dtype_of(self.view, ref)
 
     def _length(self, ref: Ref, axis: int) -> int:
         shape = self.shapes.get(ref)
