@@ -146,7 +146,7 @@ def test_example_inputs_build_a_model() -> None:
     x, y = {"a": np.zeros((7, 4), "float32")}, np.zeros(7, int)
     model = Own()
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    with refused(dapple.CaptureError, "can't be built from x: KeyError: a"):
+    with refused(dapple.CaptureError, "can't be built from x: KeyError: 'a'"):
         transform(model, x={"b": x["a"]}, y=y)
     with transform(model, x=x, y=y) as pipelined:
         assert pipelined.train_on_batch(x, y) == pytest.approx(np.log(3))
