@@ -188,6 +188,18 @@ def ungraded(x: Any) -> Any:
     return tf.sin(x), gradient
 
 
+COUNT = keras.Variable(0.0, name="count", trainable=False)
+
+
+@tf.custom_gradient
+def counting(x: Any) -> Any:
+    def gradient(arriving: Any) -> Any:
+        COUNT.assign_add(1.0)
+        return arriving
+
+    return tf.sin(x), gradient
+
+
 STRAY = keras.Variable(np.ones(4), name="stray")
 
 
@@ -221,6 +233,7 @@ TRACED: dict[str, Callable[[], keras.Model]] = {
     "'dice' is a ratio of sums over the whole batch": lambda: classifier(loss=keras.losses.Dice()),
     "reads the variable 'stray' that the model doesn't track": lambda: subclassed(Odd(lambda x: x * STRAY)),
     "can't be traced: no gradient today": lambda: subclassed(Odd(ungraded)),
+    "it assigns variable 'count': assign it in the layer's call": lambda: subclassed(Odd(counting)),
     "divides by the number of entries that a mask leaves": lambda: classifier(
         layers.Reshape((6, 1)), layers.Masking(0.5), loss=lambda y, outputs: keras.ops.mean(outputs, -1)
     ),

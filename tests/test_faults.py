@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -189,7 +189,23 @@ class Trained:
 @functools.cache
 def trained(plan: dapple.Plan, action: str) -> Trained:
     """The model of a plan, for all scripts."""
-    return Trained(plan, action)
+    made = Trained(plan, action)
+    _TRAINED.append(made)
+    return made
+
+
+_TRAINED: list[Trained] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ended() -> Iterator[None]:
+    """Others find no connection of these models left."""
+    yield
+    trained.cache_clear()
+    for own in _TRAINED:
+        with own.workers.used():
+            own.pipelined.close(sync=False)
+    _TRAINED.clear()
 
 
 def drawn_faults(seed: int, kinds: tuple[str, ...], calls: int, count: int) -> dict[int, Fault]:

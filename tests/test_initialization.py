@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from models_for_tests import assert_close, plan, samples, transform, values
 
 import dapple_tf as dapple
 from dapple_tf.frontend.initialization import initial_of, materialize, value_of
+from dapple_tf.planning.replanning import Deployment
 
 layers = keras.layers
 initializers = keras.initializers
@@ -238,4 +240,22 @@ def test_checkpoints_of_values_that_are_on_devices_only(assigned: list[str], tmp
     other = transform(deferred(), plan(devices=[[2], [0]]))
     other.restore_checkpoint(after)
     other._runtime.elastic._give_up()  # A lost worker took along what its devices had never had.
+    assert_close(other.predict_on_batch(x), expected)
+
+
+def test_a_checkpoint_that_a_move_could_not_read_is_read_later(tmp_path: pathlib.Path) -> None:
+    """It was forgotten: the next step failed, and the one after it began with initial values."""
+    x, y, _ = samples(7)
+    pipelined = transform(deferred())
+    pipelined.train_on_batch(x, y)
+    path = pipelined.save_checkpoint(tmp_path)
+    expected = pipelined.predict_on_batch(x)
+    other = transform(deferred())
+    other.restore_checkpoint(path)
+    away, elastic = path.rename(tmp_path / "away"), other._runtime.elastic
+    with pytest.raises(dapple.CheckpointError), other._runtime._moving():
+        elastic.restart(Deployment(other.cluster, other.plan))
+    elastic._give_up()
+    assert elastic.kept == "the devices begin with the checkpoint that was restored"
+    away.rename(path)
     assert_close(other.predict_on_batch(x), expected)

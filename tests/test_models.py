@@ -45,6 +45,9 @@ TINY = [name for name in MODELS if name.endswith(":tiny")]
 def without_values() -> Iterator[None]:
     """Within it, models of images are built without computing any parameter, and not compiled."""
     before = global_state.get_global_attribute("uninitialized_variables")
+    global_state.set_global_attribute(
+        "uninitialized_variables", []
+    )  # Keras appends to it, and later makes their values.
     with pytest.MonkeyPatch.context() as patch, keras.StatelessScope(initialize_variables=False):
         patch.setattr(catalogue, "_compiled", lambda model: model)  # An optimizer has variables that need values.
         yield

@@ -351,6 +351,41 @@ def test_outputs_that_compare_all_samples_are_refused_in_slices_and_right_in_one
     assert whole.predict(x, verbose=0).shape == (7, 7)
 
 
+@pytest.mark.parametrize(
+    ("value", "gradient", "kinds"),
+    [
+        (tf.identity, lambda x, arriving: tf.clip_by_norm(arriving, 0.05), [NoteKind.COUPLED]),
+        (tf.identity, lambda x, arriving: arriving - tf.reduce_mean(arriving, 0), [NoteKind.COUPLED]),
+        (tf.identity, lambda x, arriving: tf.clip_by_norm(arriving, 0.05, axes=1), []),
+        (tf.identity, lambda x, arriving: -tf.nn.l2_normalize(x, -1) * arriving, []),
+        (
+            lambda x: x * tf.reduce_mean(x, -1, keepdims=True),
+            lambda x, arriving: arriving * tf.reduce_sum(x, 1)[:, None],
+            [],
+        ),
+    ],
+)
+def test_gradients_that_a_model_defines_are_looked_at_too(value: Any, gradient: Any, kinds: list[NoteKind]) -> None:
+    """A gradient that was clipped by its norm was that of a slice's, without a word."""
+
+    @tf.custom_gradient
+    def own(x: Any) -> Any:
+        return value(x), lambda arriving: gradient(x, arriving)
+
+    x, y = samples(10)[:2]
+    assert [note.kind for note in noted(classifier(Computed(own, "odd")), x, y)] == kinds
+
+
+def test_a_loss_may_define_its_gradient() -> None:
+    @tf.custom_gradient
+    def mean(x: Any) -> Any:
+        twice = 2 * tf.ones_like(x) / tf.cast(tf.shape(x)[0], x.dtype)
+        return tf.reduce_mean(tf.reduce_sum(x, -1)), lambda arriving: arriving * twice
+
+    x, y = samples(10)[:2]
+    assert noted(classifier(loss=lambda y, outputs: mean(outputs)), x, y) == ()
+
+
 def test_what_cannot_be_told_is_noted() -> None:
     """Samples by fives: no number of samples that the analysis tries can be computed."""
 

@@ -139,6 +139,15 @@ COUPLED: dict[str, tuple[Callable[[Any, Any], Any], set[Coupling]]] = {
     "two batches taken for one": (lambda x, w: tf.reshape(tf.concat([x, x], 0), [-1, 10]), {Coupling.TOGETHER}),
     "two orders": (lambda x, w: tf.repeat(x, 2, 0) + tf.tile(x, [2, 1]), {Coupling.TOGETHER}),
     "of a micro-batch": (lambda x, w: tf.sqrt(tf.sqrt(summed_over_replicas(x))), {Coupling.MICRO_BATCH}),
+    "Python code": (behind_python, {Coupling.UNKNOWN}),
+    "a grid for all numbers at hand": (
+        lambda x, w: tf.quantization.quantize_and_dequantize_v2(x, -1.0, 1.0, range_given=False),
+        {Coupling.TOGETHER},
+    ),
+    "a grid that is given": (
+        lambda x, w: tf.quantization.quantize_and_dequantize_v2(x, -1.0, 1.0, range_given=True),
+        set(),
+    ),
     "a long way in a loop": (shifted, {Coupling.UNKNOWN}),
     "a branch of seven samples": (lambda x, w: tf.cond(w[0] > 0, lambda: of_seven(x), lambda: x), {Coupling.UNKNOWN}),
     "a loop of seven samples": (

@@ -226,6 +226,24 @@ def test_callbacks_see_and_set_fresh_values(pair: Pair, tmp_path: pathlib.Path) 
     assert_same_values(loaded[1], pair.plain)
 
 
+def test_a_callback_that_has_others_calls_them_itself(pair: Pair) -> None:
+    """It was taken for Keras' list, and its members were called in its place."""
+
+    class EverySecondEpoch(keras.callbacks.Callback):
+        def __init__(self, callbacks: list[Any]) -> None:
+            super().__init__()
+            self.callbacks = callbacks
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            for callback in self.callbacks if epoch % 2 else ():
+                callback.on_epoch_end(epoch, logs)
+
+    epochs: list[int] = []
+    each = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: epochs.append(epoch))
+    pair.pipelined.fit(X, Y, epochs=4, callbacks=EverySecondEpoch([each]), verbose=0)
+    assert epochs == [1, 3]
+
+
 def test_early_stopping_restores_the_best_weights(pair: Pair) -> None:
     stop = functools.partial(keras.callbacks.EarlyStopping, "loss", mode="max", restore_best_weights=True)
     assert len(pair.fit(X, Y, epochs=5, callbacks=lambda: [stop(patience=1)])["loss"]) == 2

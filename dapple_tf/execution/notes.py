@@ -118,7 +118,7 @@ _TOLD = {
     ),
     Coupling.UNKNOWN: (
         NoteKind.UNKNOWN,
-        "what it does with samples can't be told: shapes contradict each other for slices of "
+        "what it does with samples can't be told: it is Python code, or shapes contradict each other for slices of "
         + ", ".join(str(samples) for pair in SAMPLES for samples in pair)
         + " samples",
         "compare a step with plain Keras by verify(x, y)",

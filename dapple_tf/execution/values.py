@@ -530,7 +530,8 @@ class LiveValues:
 
     def follow(self, other: LiveValues) -> None:
         """Continues on other devices, which are to get the values of another's devices."""
-        self.newest, self._known, self._synced = other.newest, other._known, other._synced
+        self.newest, self._known = other.newest, other._known
+        self._synced, self._source = other._synced, other._source
 
     # ---- files
 

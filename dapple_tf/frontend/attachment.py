@@ -131,7 +131,7 @@ def _forwarding(entries: dict[int, Callable[..., Any] | None], original: Callabl
 
 def listed(callbacks: Any) -> list[Any]:
     """Returns callbacks that were given as Keras takes them: several, one or None."""
-    given = getattr(callbacks, "callbacks", callbacks)
+    given = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks
     return list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
 
 

@@ -587,8 +587,8 @@ def _without_captures(graph: tf.Graph, tables: Container[str], unknown: Sequence
             paths = [own.path for own in unknown if getattr(tensorflow_variable(own), "handle", None) is external]
             raise CaptureError(
                 f"the model, its loss or a metric reads the variable {(paths or [internal.op.name])[0]!r} that the "
-                f"model doesn't track, in {', '.join(readers[:3])}: make it an attribute of a layer or of a metric "
-                f"(for random draws, a keras.random.SeedGenerator of a layer, a metric or a loss)"
+                f"model doesn't track, in {', '.join(readers[:3])}: make it a keras.Variable that a layer or a "
+                f"metric has as an attribute (for random draws, a keras.random.SeedGenerator of one or of a loss)"
             )
         make_constant(nodes[internal.op.name], external.numpy())
     return graph_def

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from dapple_tf.errors import CaptureError, reason
 from dapple_tf.frontend.patching import replaced
-from graph_passes.ir.graph import LAYER_ATTR, GraphDef, Ref, all_nodes
+from graph_passes.ir.graph import CAPTURED_ATTR, LAYER_ATTR, OWN_GRADIENT_ATTR, GraphDef, Ref, all_nodes
 from graph_passes.ir.tensorflow_bridge import function_body_name, make_constant
 from graph_passes.ir.tensorflow_private import (
     code_of,
@@ -28,11 +28,6 @@ from graph_passes.ir.tensorflow_private import (
 
 _TYPE = "_gradient_op_type"
 _OWN_TYPE = "DappleCustomGradient"
-_GRAPH = "_custom_gradient"
-"""Attribute of an IdentityN: a graph that computes ``result<k>``, the gradient of its input k, from ``gradient<k>``,
-the gradient of its output k, and ``captured<k>``, the k-th of its last inputs, which exist for that only."""
-_CAPTURED = "_custom_gradient_captured"
-"""Attribute of an IdentityN: the number of its captured inputs."""
 _PYTHON_FUNCTION = "EagerPyFunc"
 _PYTHON_OPS = frozenset({_PYTHON_FUNCTION, "PyFunc", "PyFuncStateless"})
 _PYTHON_TYPE = "DapplePyFunction"
@@ -58,13 +53,19 @@ class CustomGradient:
 
 
 class Readings(Protocol):
-    """A trace's record of the variables that layers read."""
+    """A trace's record of the variables that layers read.
+
+    Attributes:
+        updates: (variable, value), in the order of assignments.
+    """
+
+    updates: list[tuple[Any, Any]]
 
     def watching(self) -> contextlib.AbstractContextManager[list[Any]]:
         """Yields a list of the values of trainable variables that are read inside the context, each once."""
 
-    def again(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context in which layers read the present values, even later; what they assign is lost."""
+    def again(self) -> Any:
+        """Returns readings of the present values, as a context: even later; what layers assign there is lost."""
 
 
 @contextlib.contextmanager
@@ -80,8 +81,10 @@ def gradients_of_variables(readings: Readings) -> Iterator[None]:
             if kwargs:
                 return original(function, args, kwargs)
             args = tf.nest.map_structure(tf.convert_to_tensor, args, expand_composites=True)
+            before = len(readings.updates)
             with readings.watching() as values:
                 result, differentiate = function(*args)
+            assigned = {id(variable) for variable, _ in readings.updates[before:]}
             again = readings.again()
             signature = inspect.getfullargspec(differentiate)
             takes = "variables" in (*signature.args, *signature.kwonlyargs) or signature.varkw is not None
@@ -93,9 +96,12 @@ def gradients_of_variables(readings: Readings) -> Iterator[None]:
 
             def gradients(*arriving: Any) -> list[Any]:
                 with again:
-                    if not values:
-                        return tf.nest.flatten(differentiate(*arriving))
-                    of_arguments, of_variables = differentiate(*arriving, variables=list(values))
+                    given = {"variables": list(values)} if values else {}
+                    made = differentiate(*arriving, **given)
+                for variable, _ in again.updates:
+                    if id(variable) not in assigned:  # What the function has assigned, it may compute again.
+                        raise ValueError(f"it assigns variable {variable.path!r}: assign it in the layer's call")
+                of_arguments, of_variables = made if values else (made, [])
                 return [*tf.nest.flatten(of_arguments), *of_variables]
 
             return original(lambda *_: (result, gradients), [*args, *values], {})
@@ -131,8 +137,8 @@ def write_gradients(graph: GraphDef, gradients: Sequence[CustomGradient]) -> Non
         node.input.extend([*inputs, *gradient.captured, *waits])
         node.attr["T"].list.type.extend(gradient.dtypes)
         node.attr[_TYPE].s = _OWN_TYPE.encode()
-        node.attr[_CAPTURED].i = len(gradient.captured)
-        node.attr[_GRAPH].s = gradient.graph.SerializeToString(deterministic=True)
+        node.attr[CAPTURED_ATTR].i = len(gradient.captured)
+        node.attr[OWN_GRADIENT_ATTR].s = gradient.graph.SerializeToString(deterministic=True)
 
 
 def _traced(graph: Any, function: str, arguments: Sequence[str] | None) -> Iterator[CustomGradient]:
@@ -227,9 +233,9 @@ def _is_differentiable(tensor: Any) -> bool:
 @tf.RegisterGradient(_OWN_TYPE)
 def _differentiate(operation: Any, *gradients: Any) -> list[Any]:
     """Returns the gradients of an IdentityN's inputs, in the graph in which the gradient is being made."""
-    graph = GraphDef.FromString(operation.node_def.attr[_GRAPH].s)
+    graph = GraphDef.FromString(operation.node_def.attr[OWN_GRADIENT_ATTR].s)
     results = [int(node.name.removeprefix("result")) for node in graph.node if node.name.startswith("result")]
-    first = len(operation.outputs) - int(operation.node_def.attr[_CAPTURED].i)
+    first = len(operation.outputs) - int(operation.node_def.attr[CAPTURED_ATTR].i)
     given = {f"gradient{number}": gradient for number, gradient in enumerate(gradients[:first])}
     given |= {f"captured{number}": tensor for number, tensor in enumerate(operation.inputs[first:])}
     read = {text.partition(":")[0] for node in graph.node for text in node.input}

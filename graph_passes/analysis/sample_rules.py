@@ -9,12 +9,22 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 
+from graph_passes.analysis.operator_shapes import ShapeInference
 from graph_passes.analysis.operator_traits import BRANCHES, LOOPS
 from graph_passes.analysis.sample_indexing import INDEXING
 from graph_passes.analysis.sample_interpreter import Body, Interpreter, Rule
 from graph_passes.errors import PassError
 from graph_passes.ir.call_order import CALLS
-from graph_passes.ir.graph import FLOAT_DTYPES, NodeDef, Ref, function_names
+from graph_passes.ir.graph import (
+    CAPTURED_ATTR,
+    FLOAT_DTYPES,
+    OWN_GRADIENT_ATTR,
+    GraphDef,
+    NodeDef,
+    Ref,
+    function_names,
+    in_order,
+)
 from graph_passes.ir.spreads import CONSTANT, Coupling, Spread, all_shared, common_outer, together
 
 _MOST_ROUNDS = 8
@@ -33,6 +43,56 @@ def _same(interpreter: Interpreter, node: NodeDef) -> Spread | Sequence[Spread]:
     """Handles Identity and the like, output by output."""
     spreads = [spread.negated if node.op == "Neg" else spread for spread in interpreter.inputs(node)]
     return spreads if len(interpreter.dtypes(node.name)) == len(spreads) else spreads[0]
+
+
+def _identities(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread]:
+    """Handles IdentityN, by which a model defines gradients of its own: one that mixes samples couples them, too."""
+    if OWN_GRADIENT_ATTR in node.attr:
+        _differentiated(interpreter, node, GraphDef.FromString(node.attr[OWN_GRADIENT_ATTR].s))
+    return interpreter.inputs(node)
+
+
+def _differentiated(interpreter: Interpreter, node: NodeDef, graph: GraphDef) -> None:
+    """Interprets the gradient that a model defines; of couplings, those that mix samples are told."""
+    results = [Ref(own.name) for own in graph.node if own.name.startswith("result")]
+    refs = interpreter.graph.inputs(node.name)
+    first = len(refs) - node.attr[CAPTURED_ATTR].i
+    names = [f"gradient{number}" if number < first else f"captured{number - first}" for number in range(len(refs))]
+    for name, dtype in zip(names, interpreter.dtypes(node.name), strict=True):
+        graph.node.add(op="Placeholder", name=name).attr["dtype"].type = dtype
+    inference, shapes = ShapeInference(graph.library), zip(*map(interpreter.shapes, refs), strict=True)
+    try:
+        known = [
+            inference.of(graph, {name: shape for name, shape in zip(names, own, strict=True) if shape is not None})
+            for own in shapes
+        ]
+    except PassError:
+        interpreter.couple(node, Coupling.UNKNOWN)
+        return
+    inside = Interpreter(in_order(graph), RULES, interpreter.sizes, known, ({}, {}), inference=inference)
+    given = [interpreter.of(ref) for ref in refs]
+    arriving = [_arriving(spread) for spread in given[:first]]
+    inside.run({Ref(name): spread for name, spread in zip(names, [*arriving, *given[first:]], strict=True)})
+    mixing = {coupling for _, coupling in inside.couplings} & {Coupling.TOGETHER, Coupling.PLACE, Coupling.UNKNOWN}
+    if any(inside.of(ref).axis is None and not inside.of(ref).linear for ref in results):
+        mixing.add(Coupling.TOGETHER)
+    for coupling in sorted(mixing, key=lambda own: own.value):
+        interpreter.couple(node, coupling)
+
+
+def _arriving(spread: Spread) -> Spread:
+    """Returns the spread of a tensor's gradient: 1 / N for a mean of N samples, a sum over them for what they share."""
+    if spread.axis is not None:
+        return Spread(spread.axis, spread.outer, varies=True, known=False)
+    if not spread.varies:
+        return Spread(varies=True, known=False)
+    return Spread(degree=None if spread.degree is None else 1 - spread.degree, known=False)
+
+
+def _quantized(interpreter: Interpreter, node: NodeDef) -> None:
+    """Handles rounding to a grid between the least and the largest of all numbers, unless these are given."""
+    if interpreter.inputs(node)[0].axis is not None and not node.attr["range_given"].b:
+        interpreter.couple(node, Coupling.TOGETHER)
 
 
 def _cast(interpreter: Interpreter, node: NodeDef) -> Spread | None:
@@ -482,7 +542,7 @@ def _merged(several: Sequence[Spread]) -> Spread:
     )
 
 
-_SAME = ("Identity", "IdentityN", "StopGradient", "Neg", "PreventGradient", "CheckNumerics", "EnsureShape", "Snapshot")
+_SAME = ("Identity", "StopGradient", "Neg", "PreventGradient", "CheckNumerics", "EnsureShape", "Snapshot")
 _SUMS = ("AddV2", "Add", "Sub", "AddN", "BiasAdd")
 _PRODUCTS, _QUOTIENTS = ("Mul", "MulNoNan"), ("RealDiv", "Div", "DivNoNan")
 _RISING = ("Maximum", "Minimum", "ClipByValue", "Relu", "Relu6", "Sqrt", "Exp", "Log", "Log1p", "Ceil", "Floor", "Rint")
@@ -501,7 +561,6 @@ _PLACING = (
     *(f"SparseSegment{of}" for of in ("Mean", "SqrtN", "SumWithNumSegments", "MeanWithNumSegments")),
     *("TensorScatterUpdate", "TensorScatterSub", "TensorScatterMax", "TensorScatterMin"),
     *("DynamicStitch", "ParallelDynamicStitch", "SparseTensorDenseMatMul", "RandomShuffle"),
-    *("PyFunc", "PyFuncStateless", "EagerPyFunc"),
 )
 """Ops whose rows aren't in the order of their inputs', or in one that isn't known."""
 RULES: Mapping[str, Rule] = {
@@ -519,12 +578,15 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(_MOVES, _chosen_elements),
     **dict.fromkeys(_TABLES, _added_up),
     **dict.fromkeys(_PLACING, lambda interpreter, node: interpreter.unordered(node)),
+    **dict.fromkeys(("PyFunc", "PyFuncStateless", "EagerPyFunc"), _unknown),
     **dict.fromkeys(("SpaceToBatch", "SpaceToBatchND", "BatchToSpace", "BatchToSpaceND"), _between_axes),
     **dict.fromkeys(("Cumsum", "Cumprod", "CumulativeLogsumexp", "ReverseV2"), _along(1)),
     **dict.fromkeys(("Softmax", "LogSoftmax", "TopK", "TopKV2"), _along_last),
     **dict.fromkeys(("ZerosLike", "OnesLike"), _alike),
     **dict.fromkeys(("Fill", "BroadcastTo"), _filled),
+    **dict.fromkeys((f"QuantizeAndDequantize{version}" for version in ("V2", "V3", "V4")), _quantized),
     "Cast": _cast,
+    "IdentityN": _identities,
     "CollectiveReduceV2": _reduced_over_replicas,
     "Square": _square,
     "L2Loss": _half_of_squares,
