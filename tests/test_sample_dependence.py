@@ -139,7 +139,7 @@ COUPLED: dict[str, tuple[Callable[[Any, Any], Any], set[Coupling]]] = {
     "two batches taken for one": (lambda x, w: tf.reshape(tf.concat([x, x], 0), [-1, 10]), {Coupling.TOGETHER}),
     "two orders": (lambda x, w: tf.repeat(x, 2, 0) + tf.tile(x, [2, 1]), {Coupling.TOGETHER}),
     "of a micro-batch": (lambda x, w: tf.sqrt(tf.sqrt(summed_over_replicas(x))), {Coupling.MICRO_BATCH}),
-    "Python code": (behind_python, {Coupling.UNKNOWN}),
+    "Python code": (behind_python, {Coupling.PYTHON}),
     "a grid for all numbers at hand": (
         lambda x, w: tf.quantization.quantize_and_dequantize_v2(x, -1.0, 1.0, range_given=False),
         {Coupling.TOGETHER},

@@ -116,9 +116,14 @@ _TOLD = {
         "draws other random numbers for each slice",
         "a stage of one slice (one micro-batch, one replica) draws Keras' own",
     ),
+    Coupling.PYTHON: (
+        NoteKind.UNKNOWN,
+        "is Python code, which gets each slice by itself; whether it mixes samples can't be told",
+        "compare a step with plain Keras by verify(x, y)",
+    ),
     Coupling.UNKNOWN: (
         NoteKind.UNKNOWN,
-        "what it does with samples can't be told: it is Python code, or shapes contradict each other for slices of "
+        "what it does with samples can't be told: shapes contradict each other for slices of "
         + ", ".join(str(samples) for pair in SAMPLES for samples in pair)
         + " samples",
         "compare a step with plain Keras by verify(x, y)",

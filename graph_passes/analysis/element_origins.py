@@ -119,7 +119,9 @@ class ElementOrigins:
         self._real = names
         self._interpreter = self._interpreted()
         self._view = self._interpreter.graph
-        self._mixing = {name for name, why in self._interpreter.couplings if why is not Coupling.DRAWS}
+        self._mixing = {
+            name for name, why in self._interpreter.couplings if why not in (Coupling.DRAWS, Coupling.PYTHON)
+        }
         self._coupled = {name for name in self._mixing if self._is_exact(Ref(name))}
         self._found: dict[Ref, Parts] = {}
         for node in self._view:

@@ -53,7 +53,7 @@ def _identities(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread]:
 
 
 def _differentiated(interpreter: Interpreter, node: NodeDef, graph: GraphDef) -> None:
-    """Interprets the gradient that a model defines; of couplings, those that mix samples are told."""
+    """Interprets the gradient that a model defines; only couplings that mix samples are told."""
     results = [Ref(own.name) for own in graph.node if own.name.startswith("result")]
     refs = interpreter.graph.inputs(node.name)
     first = len(refs) - node.attr[CAPTURED_ATTR].i
@@ -515,10 +515,10 @@ def _taken_over(interpreter: Interpreter, node: NodeDef, body: Body, inside: Int
     return [inside.of(ref) for ref in body.results]
 
 
-def _unknown(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread]:
+def _unknown(interpreter: Interpreter, node: NodeDef, why: Coupling = Coupling.UNKNOWN) -> Sequence[Spread]:
     """Notes that nothing is known of a body that can't be interpreted."""
     if any(spread.axis is not None and spread.varies for spread in interpreter.inputs(node)):
-        interpreter.couple(node, Coupling.UNKNOWN)
+        interpreter.couple(node, why)
     return interpreter.unordered(node)
 
 
@@ -578,7 +578,7 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(_MOVES, _chosen_elements),
     **dict.fromkeys(_TABLES, _added_up),
     **dict.fromkeys(_PLACING, lambda interpreter, node: interpreter.unordered(node)),
-    **dict.fromkeys(("PyFunc", "PyFuncStateless", "EagerPyFunc"), _unknown),
+    **dict.fromkeys(("PyFunc", "PyFuncStateless", "EagerPyFunc"), functools.partial(_unknown, why=Coupling.PYTHON)),
     **dict.fromkeys(("SpaceToBatch", "SpaceToBatchND", "BatchToSpace", "BatchToSpaceND"), _between_axes),
     **dict.fromkeys(("Cumsum", "Cumprod", "CumulativeLogsumexp", "ReverseV2"), _along(1)),
     **dict.fromkeys(("Softmax", "LogSoftmax", "TopK", "TopKV2"), _along_last),

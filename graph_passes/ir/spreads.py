@@ -35,6 +35,8 @@ class Coupling(enum.Enum):
     """A metric isn't a sum over samples."""
     DRAWS = "draws"
     """Random numbers for samples are drawn whose seeds don't tell slices apart."""
+    PYTHON = "python"
+    """Python code computes something: whether across samples is unknown."""
     UNKNOWN = "unknown"
     """It is unknown what something does."""
 
