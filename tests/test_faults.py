@@ -234,7 +234,7 @@ def own_of(seed: int, action: str) -> tuple[Trained, str]:
     return trained(PLANS[number % len(PLANS)], action), SCRIPTS[number]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(3 * len(KINDS)))
 def test_any_faults_in_any_order(seed: int, tmp_path: pathlib.Path) -> None:
     """To the bit, if the workers come back."""
     own, script = own_of(seed, "restart")
