@@ -100,8 +100,8 @@ SMALL = ["--set=samples=1", "--set=micro_batches=2"]
         ("recompute", SMALL, ["none", "min_cut", "boundary"]),
         (
             "prediction",
-            ["--set=batch=8", "--set=schedules=zb_v"],
-            ["one device", "the planner's", "one device, M = 4", "data parallel", "zb_v"],
+            ["--set=batch=8", "--set=schedules=zb_v", "--only=one device", "--only=the planner's", "--only=zb_v"],
+            ["one device", "the planner's", "zb_v"],
         ),
         (
             "simulator",
@@ -111,7 +111,11 @@ SMALL = ["--set=samples=1", "--set=micro_batches=2"]
         ("client", SMALL, ["two stages", "data parallel"]),
         ("cluster", [*SMALL, "--set=peers=false", "--set=schedules=gpipe"], ["copies", "pipeline, gpipe"]),
         ("planner", ["--set=layers=2", "--set=devices=2"], ["2 layers, 2 devices"]),
-        ("memory", ["--set=micro_batches=2", "--set=schedules=zb_v"], ["zb_v, M = 2", "shares"]),
+        (
+            "memory",
+            ["--set=micro_batches=2", "--set=schedules=zb_v", "--only=zb_v, M = 2", "--only=shares"],
+            ["zb_v, M = 2", "shares"],
+        ),
         ("rewriting", ["--set=models=ffnn:tiny", "--set=stages=2", "--set=replicas=2"], ["ffnn:tiny"]),
     ],
 )
